@@ -169,7 +169,8 @@ class Pipeline:
 
     def step(self, ids: Tensor) -> float | None:
         """Train on a batch; return its loss on the rank of the last stage."""
-        return self.trainer.step(ids, target=ids)
+        loss = self.trainer.step(ids, target=ids)
+        return loss if self.trainer.stages[-1].index == len(self.trainer.split) else None
 
     def whole_state(self) -> dict[str, Tensor]:
         with self.trainer.consensus():  # of all replicas; microbatches in flight come first

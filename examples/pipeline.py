@@ -54,19 +54,18 @@ def train(name, schedule, options, text, held_out):
     losses = []
     spans = []  # what this rank computed when, by step
     begin = time.perf_counter()
-    bar = tqdm(range(options.steps), name, disable=before is None)
+    bar = tqdm(range(options.steps), name, disable=dist.is_initialized() and dist.get_rank() > 0)
     for step in bar:
         windows = draw_windows(text, 16, 129, generator)
         loss = trainer.step(windows[:, :-1], windows[:, 1:])  # every byte predicts the next
         spans.append(trainer.spans)
         log_metrics(options.tensorboard, name, trainer.metrics(), step)
-        if loss is not None:  # on the rank of the last stage
-            losses.append(loss)
-        bar.set_postfix(loss=f"{loss or 0:.2f}", refresh=False)
+        losses.append(loss)
+        bar.set_postfix(loss=f"{loss:.2f}", refresh=False)
     seconds = time.perf_counter() - begin
 
     after = trainer.evaluate(*held_out)  # finishes the microbatches in flight first
-    before, after, losses = gather((before, after, losses))[-1]  # of the last stage's rank
+    losses = gather(losses)[-1]  # of the last stage's rank, which has each step's own
     state = trainer.full_state_dict()  # of the whole model, on rank 0
 
     updates = [span.action.kind for span in spans[-1]].count(pipeline.Kind.UPDATE)

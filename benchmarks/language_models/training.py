@@ -88,7 +88,7 @@ class Training:
         losses, seconds, final = train(model, batches, held_out)
         if final is None:
             return None
-        bits = [loss * BITS_PER_NAT for loss in losses if loss is not None]
+        bits = [loss * BITS_PER_NAT for loss in losses]
         return {
             "rate": f"{self.rate:g}",
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -133,8 +133,8 @@ class Training:
 
     def _train_split(
         self, mesh: DeviceMesh | None, model: Any, batches: Iterator[Tensor], held_out: Tensor
-    ) -> tuple[list[float | None], float, float | None]:
-        """Return the same of the rank of the last stage; on others there are no losses."""
+    ) -> tuple[list[float], float, float | None]:
+        """Return the same on the rank of the last stage; on others no held-out loss."""
         trainer = pipeline.PipelineTrainer(
             pipeline.split_model(model),
             next_token_loss,
@@ -155,4 +155,6 @@ class Training:
         trainer.flush()
         seconds = time.perf_counter() - begin
         with trainer.consensus():
-            return losses, seconds, trainer.evaluate(held_out, target=held_out)
+            final = trainer.evaluate(held_out, target=held_out)
+        is_last = trainer.stages[-1].index == len(self.split)
+        return losses, seconds, final if is_last else None

@@ -170,7 +170,7 @@ def train(rank: "Rank") -> str:
             os.replace(path.with_suffix(".part"), path)  # under its name once it is complete
         inputs = torch.randn(4 * MICROBATCHES, 64, generator=torch.Generator().manual_seed(step))
         loss = trainer.step(inputs, inputs.sin())
-        losses += [] if loss is None else [loss]
+        losses += [loss] if rank.rank == NUM_RANKS - 1 else []  # others know it later
     trainer.flush()
     weights = [each for stage in trainer.stages for each in stage.module.parameters()]
     return checksum([*weights, torch.tensor(losses, dtype=torch.float64)])

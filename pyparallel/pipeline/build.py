@@ -101,8 +101,8 @@ def build_stages(
         ties = find_ties(modules)
         fields.append(("tied weights", repr([str(tie) for tie in ties])))
         check_skips(schedule, modules, ties, arguments.compressors)
-        check_memory(ties, shape.stages(rank))
-    local = (modules[stage] for stage in shape.stages(rank))
+        local = [modules[stage] for stage in shape.stages(rank)]
+        check_memory(local)
     device = next((p.device for module in local for p in module.parameters()), None)
     if device is None:
         device = device_for([], run) if shape.num_ranks > 1 else torch.device("cpu")
@@ -123,8 +123,7 @@ def build_stages(
             check_scalable(prepared.optimizers)
     gradients = None
     if replicas is not None:
-        own = [modules[stage] for stage in shape.stages(rank)]
-        frozen = [module for module in own if not build_stage.trained_parameters(module)]
+        frozen = [module for module in local if not build_stage.trained_parameters(module)]
         gradients = replicas.start(prepared.replicas, frozen)
     options = StageOptions(
         loss_scale=loss_scale,

@@ -46,7 +46,8 @@ class CallErrors:
         try:
             yield
         except StepRefusedError as refused:
-            raise error_of_refusals([refused.refusal]) from None
+            refusal = refused.refusal
+            raise error_of_refusals([refusal]) from refusal.cause
         except BaseException as error:  # an interrupt also leaves microbatches in flight
             self._failure = str(error) or type(error).__name__
             raise
@@ -61,4 +62,4 @@ class CallErrors:
         if is_empty:
             self._raised.clear()
         if refusals:
-            raise error_of_refusals(refusals)
+            raise error_of_refusals(refusals) from refusals[0].cause

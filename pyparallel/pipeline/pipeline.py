@@ -1,5 +1,6 @@
 """What the calls of a trainer do with the stages of a rank once they are built."""
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -14,9 +15,9 @@ from .errors import CallErrors
 from .messages import Value
 from .messages.format import Refusal
 from .messages.refusals import refusal_of
+from .messages.stage_p2p import Told
 from .replicas import GradientAverage
 from .runtime.clipping import clip_grad_norm_, device_for
-from .runtime.loss import find_target_refusal
 from .runtime.microbatches import MicrobatchSplitter, concatenate
 from .runtime.preserve_state import evaluating
 from .runtime.stage import Stage
@@ -55,8 +56,8 @@ class Pipeline:
         """Return what this rank has measured of its stages."""
         return self.built.executor.telemetry
 
-    def train(self, splitter: MicrobatchSplitter) -> float | None:
-        """Run the actions of a step; return its mean loss, on the rank of the last stage."""
+    def train(self, splitter: MicrobatchSplitter) -> float:
+        """Run the actions of a step; return its mean loss, or the newest one known here."""
         executor, flushes = self.built.executor, self._schedule.flushes
         if self.built.options.loss_scale is not None:
             self.built.options.loss_scale.read()
@@ -80,17 +81,19 @@ class Pipeline:
                 self.built.criterion.end_step(splitter)
             self._num_accumulated = 0 if updates else self._num_accumulated + 1
             # The program may end now, or another rank may have failed.
-            refusal = self._barrier(refusal)
+            refusal, loss = self._barrier(refusal, self.built.criterion.report())
             if refusal is not None:
                 executor.skip_update(refusal)
             if updates:
                 self._copy_ties()
-        elif self.built.options.defers_check:
+        else:
             refusal = self.built.criterion.find_non_finite(splitter)
             if refusal is not None:
                 executor.refusals.append(refusal)
                 self._non_finite = self._non_finite or refusal
-        return self._report()
+            loss = self.built.p2p.newest_loss(self.built.criterion.report())
+        self.raise_refusals()
+        return loss
 
     def update_rest(self) -> None:
         """Update with what the steps since the last update have accumulated, if there are any."""
@@ -151,11 +154,12 @@ class Pipeline:
             finally:
                 self.has_equal_replicas = of_gossip
 
-    def evaluate(self, splitter: MicrobatchSplitter) -> float | None:
-        """Return the mean loss of a batch in evaluation mode, on the rank of the last stage."""
-        self._forward(splitter)
-        self._barrier(find_target_refusal(splitter) if self._is_last else None)
-        return self._report()
+    def evaluate(self, splitter: MicrobatchSplitter) -> float:
+        """Return the mean loss of a batch in evaluation mode."""
+        refusal = self._forward(splitter)
+        _, loss = self._barrier(refusal, self.built.criterion.report())
+        self.raise_refusals()
+        return loss
 
     def predict(self, splitter: MicrobatchSplitter, *, concatenates: bool) -> object:
         """Return the outputs for a batch in evaluation mode, on the rank of the last stage."""
@@ -210,7 +214,7 @@ class Pipeline:
         exchanges = exchanges or replicas is not None or options.weighs_update
         if exchanges or tied.are_on_several_ranks or options.defers_check:
             # It raises if a rank has failed; the all-reduces below would hang.
-            refusal = self.built.p2p.barrier(self.built.criterion.find_non_finite(splitter))
+            refusal, _ = self.built.p2p.barrier(self.built.criterion.find_non_finite(splitter))
             if refusal is not None:
                 executor.skip_update(refusal)
         skips = any(stage.skips_update for stage in self.stages)  # so on all ranks
@@ -267,14 +271,16 @@ class Pipeline:
         self._schedule = self._of_run.after(self._run.counts.steps * of_step)
         self.built.executor.restart(self._schedule.versions(self._shape))
 
-    def _forward(self, splitter: MicrobatchSplitter, outputs: list[Value] | None = None) -> None:
+    def _forward(
+        self, splitter: MicrobatchSplitter, outputs: list[Value] | None = None
+    ) -> Refusal | None:
         with (
             torch.inference_mode(mode=False),
             torch.no_grad(),
             evaluating(stage.module for stage in self.stages),
             self._in_call(),
         ):
-            self.built.executor.evaluate(splitter, outputs)
+            return self.built.executor.evaluate(splitter, outputs)
 
     @contextmanager
     def _in_call(self, *, trains: bool = False) -> Iterator[None]:
@@ -283,16 +289,11 @@ class Pipeline:
         with self.errors.recording(), generators.of_call(self._run.counts.steps, trains=trains):
             yield
 
-    def _report(self) -> float | None:
-        """Return the mean loss since the last report, unless a rank has refused a part of it."""
-        loss = self.built.criterion.report()
-        self.raise_refusals()
-        return loss
-
-    def _barrier(self, refusal: Refusal | None) -> Refusal | None:
-        """Wait for all ranks; return the refusal of one of them, for all to raise."""
+    def _barrier(self, refusal: Refusal | None, loss: float = math.nan) -> Told:
+        """Wait for all ranks; return the refusal of one of them, and the last one's loss."""
+        step = max(0, self._run.counts.steps - 1)
         with self.errors.recording():
-            return self.built.executor.barrier(max(0, self._run.counts.steps - 1), refusal)
+            return self.built.executor.barrier(step, refusal, loss)
 
     def _copy_ties(self) -> None:
         with self.errors.recording(), self.built.executor.together("tied parameters"):

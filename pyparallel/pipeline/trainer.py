@@ -188,9 +188,11 @@ class PipelineTrainer(Trainer):
     def stages(self) -> list[Stage]:
         """Return this rank's stages, ascending.
 
-        With an automatic split or ``Interlocking`` none before ``prepare`` or the first step.
+        With an automatic split or ``Interlocking`` a RuntimeError before ``prepare`` or the first
+        step, which build them.
         """
-        return [] if self._pipeline is None else self._pipeline.stages
+        pipeline = self._built_pipeline("stages")
+        return pipeline.stages
 
     @property
     def split(self) -> tuple[int, ...] | None:
@@ -251,7 +253,7 @@ class PipelineTrainer(Trainer):
         kwarg_mbs: list[dict[str, Any]] | None = None,
         target_mbs: list[Any] | None = None,
         **kwargs: Any,
-    ) -> float | None:
+    ) -> float:
         """Train on one batch, with the actions that the schedule has for this step.
 
         Batches may differ in their numbers of samples, from ``num_microbatches`` up. All ranks pass
@@ -280,12 +282,17 @@ class PipelineTrainer(Trainer):
             kwargs: keyword arguments of the first layer, read and split as ``args``.
 
         Returns:
-            The mean loss of the batch on the rank of the last stage; None elsewhere.
+            The mean loss of the batch, with schedules that flush on every rank. With others on the
+            rank of the last stage alone; elsewhere that of an earlier step, the newest that has
+            come with gradients, and nan until one has: so it must not decide what all ranks do,
+            such as an early stop, as that of ``evaluate`` may.
 
         Raises:
             DisagreementError: (a ValueError) the inputs or the target are invalid, or of different
-                samples; training goes on with the next batch. Every rank raises the same message:
-                in this step for inputs, and with schedules that flush; else as ``nonfinite`` says.
+                samples, or the first stage or ``loss_fn`` raises an error of them, the
+                ``__cause__`` on its rank; training goes on with the next batch. Every rank raises
+                the same message: in this step for inputs, and with schedules that flush; else as
+                ``nonfinite`` says.
             ArgumentTypeError: (a DisagreementError) likewise, of a wrong type.
             NonFiniteError: a loss is not finite; training goes on likewise.
             StageError: a stage failed or a rank died; every rank raises the same message.
@@ -340,8 +347,8 @@ class PipelineTrainer(Trainer):
         kwarg_mbs: list[dict[str, Any]] | None = None,
         target_mbs: list[Any] | None = None,
         **kwargs: Any,
-    ) -> float | None:
-        """Flush, and return the loss of a batch in evaluation mode.
+    ) -> float:
+        """Flush, and return the loss of a batch in evaluation mode, on every rank.
 
         Arguments and errors are as of ``step`` and ``flush``, but that a loss may be any number,
         and the samples fewer than ``num_microbatches``; every rank raises in this call, at its end.

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from ..compression import AttachPoint, Compressor
@@ -36,10 +37,14 @@ def find_argument_error(arguments: TrainerArguments) -> str | TypeError | None:
 
 def _check_arguments(arguments: TrainerArguments) -> None:
     _check_types(arguments)
-    num_layers, split, shape = len(arguments.layers), arguments.split, arguments.shape
-    check_num_stages(num_layers, shape.num_stages)
+    num_layers, split, num_stages = len(arguments.layers), arguments.split, arguments.num_stages
+    check_num_stages(num_layers, num_stages)
     if split is not None:
-        check_split(split, num_layers, shape.num_stages)
+        check_split(split, num_layers, num_stages)
+        rule = "split must make a number of stages that is a multiple of the ranks"
+        got = f"{list(split)}, {num_stages} stages for {arguments.num_ranks} ranks"
+        require(num_stages % arguments.num_ranks == 0, rule, got)
+    shape = arguments.shape
     if problem := arguments.schedule.error_at(shape):
         raise ValueError(problem)
     _check_options(arguments)
@@ -79,6 +84,8 @@ def _check_types(arguments: TrainerArguments) -> None:
     for name, value, rule in functions:
         if value is not None or not rule.endswith("or None"):
             check_callable(name, value, rule)
+    if isinstance(arguments.loss_fn, type):
+        raise wrong_type("loss_fn", functions[0][2], arguments.loss_fn)
 
 
 def _check_options(arguments: TrainerArguments) -> None:
@@ -153,10 +160,10 @@ def check_scalable(optimizers: Iterable[Optimizer]) -> None:
     require(torch.float16 not in dtypes, rule, "torch.float16: use torch.autocast")
 
 
-def check_memory(ties: Sequence[Tie], stages: Sequence[int]) -> None:
-    """Raise a ValueError if a tied weight is on the meta device on a rank of a stage with it."""
-    for tie in ties:
-        is_here = not set(stages).isdisjoint(tie.stages)
-        rule = "layers must have their tied weights in memory on each rank that holds one"
-        got = f"{tie} on the meta device: create the weight on this rank's device"
-        require(not (tie.parameter.is_meta and is_here), rule, got)
+def check_memory(modules: Iterable[nn.Module]) -> None:
+    """Raise a ValueError if a stage of this rank has a parameter on the meta device."""
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            rule = "layers must be in memory on the rank of their stage"
+            got = f"{name} on the meta device: create the layer on this rank's device"
+            require(not parameter.is_meta, rule, got)

@@ -5,6 +5,7 @@ NCCL from 2.30 on lets ranks share a GPU: ``make gpu`` says how.
 
 import copy
 import functools
+import math
 import os
 import sys
 
@@ -143,7 +144,7 @@ def compare_hooks(rank):
 def compare_pipelines(rank):
     def run(schedule, options, device, group):
         found = losses_of_ranks(device, copy.deepcopy(schedule), process_group=group, **options)
-        return [loss for loss in found if loss is not None]
+        return [loss for loss in found if not math.isnan(loss)]  # which is not known yet
 
     return compare(
         {

@@ -1,5 +1,6 @@
 """Trainings on ranks for test_equivalence: every case that they are compared in."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -110,7 +111,7 @@ class Case:
 class Trained:
     """The result of one rank or of all: losses by step, state by name, weight copies by stage."""
 
-    losses: list[float | None] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
     state: dict[str, Tensor] = field(default_factory=dict)
     copies: dict[int, int] = field(default_factory=dict)
 
@@ -345,7 +346,8 @@ def train_on(ranks: RankPool, size: Size, job: Callable, subjects: Sequence) -> 
         last = of_ranks[(size[0] - 1) % size[1]]
         done.append(Trained(last.losses))
         for rank in of_ranks:
-            assert rank is last or rank.losses == [None] * len(last.losses)
+            for step, loss in enumerate(rank.losses):  # that of this step, or of an earlier one
+                assert math.isnan(loss) or loss in last.losses[: step + 1]
             done[-1].state.update(rank.state)
             done[-1].copies.update(rank.copies)
     return done

@@ -157,7 +157,8 @@ def test_prepare_builds_the_stages_once():
     trainer = PipelineTrainer(
         layers, loss_fn, sgd, Interlocking(2, LinearHead(11)), num_microbatches=1, split=[1, 2, 3]
     )
-    assert trainer.stages == []
+    with pytest.raises(RuntimeError, match=r"^stages must come after the first step or prepare"):
+        trainer.stages  # noqa: B018
     before = [p.clone() for layer in layers for p in layer.parameters()]
     trainer.prepare(TOKENS, TOKENS)
     assert len(trainer.stages) == 4

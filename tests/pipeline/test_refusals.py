@@ -40,6 +40,7 @@ SHORT = (
     "rank 0{step}: inputs must have one number of samples, at least one for each of the 4 "
     "microbatches, got [3]; use drop_last=True, or a smaller num_microbatches"
 )
+NARROW = "rank 0, step 1: inputs must be what the layers of the first stage take, got "
 NOTHING = "rank 0: inputs must have one number of samples, at least one, got [0]"
 TARGET = (
     "rank {last}{step}: target must be given on the rank of the last stage, with Interlocking on "
@@ -82,12 +83,14 @@ def train(rank, schedule, refused):
         try:
             return call(*batch)
         except (ValueError, NonFiniteError) as error:
-            errors.append((name, type(error).__name__, str(error)))
+            text, _, _ = str(error).partition("RuntimeError")  # whose words are torch's
+            errors.append((name, type(error).__name__, text))
 
     attempt("first", trainer.step, x, y)
     if refused:
         attempt("missing", trainer.step, *missing)
         attempt("short", trainer.step, *bad)
+        attempt("narrow", trainer.step, x[:, 1:], y)
     for number, batch in enumerate(others):
         target = None if number == 1 and rank == last else batch[1]
         attempt(f"other {number}", trainer.step, batch[0], target)
@@ -96,8 +99,7 @@ def train(rank, schedule, refused):
     if refused:
         attempt("evaluate nothing", trainer.evaluate, x[:0] if rank == 0 else x, y)
         attempt("evaluate without target", trainer.evaluate, *no_target)
-        loss = trainer.evaluate(x, y)
-        assert (loss is not None) == (rank == last)
+        assert math.isfinite(trainer.evaluate(x, y))
         attempt("missing, empty", trainer.step, *missing)
     attempt("again", trainer.step, x, y)
     attempt("flush again", trainer.flush)
@@ -144,6 +146,7 @@ def check(schedule, of_ranks):
         assert errors == [
             ("missing", "DisagreementError", INPUTS.format(step=", step 1")),
             ("short", "DisagreementError", SHORT.format(step=", step 1")),
+            ("narrow", "DisagreementError", NARROW),
             *skipped,
             ("evaluate nothing", "DisagreementError", NOTHING),
             ("evaluate without target", "DisagreementError", TARGET.format(last=last, step="")),
@@ -249,12 +252,14 @@ def test_one_process_refuses_a_bad_target_too_and_skips_without_an_error():
         trainer = build_alone(schedule, nonfinite="skip", scheduler_fn=step_lr)
         weights = [each for stage in trainer.stages for each in stage.optimized]
         before = [each.clone() for each in weights]
-        for batch in ((None, y), (x, None), (x, y[:1])):
+        for batch in ((None, y), (x, None), (x, y[:1]), (x[:, 1:], y), (x, y[:, 1:])):
             for call in (trainer.step, trainer.evaluate):
                 with pytest.raises(
-                    DisagreementError, match=r"^rank 0(, step 0)?: (inputs|target) "
-                ):
+                    DisagreementError, match=r"^rank 0(, step 0)?: (inputs|target|loss_fn) "
+                ) as caught:
                     call(*batch)
+                raised = None not in batch and len(batch[1]) == len(x)
+                assert (caught.value.__cause__ is not None) == raised
         loss = trainer.step(x, y * float("nan"))
         trainer.flush()
         assert math.isnan(loss)

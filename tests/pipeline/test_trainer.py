@@ -1,5 +1,6 @@
 import copy
 import inspect
+import math
 import re
 from functools import partial
 
@@ -83,8 +84,9 @@ def train_and_evaluate(rank):
 
 def test_uneven_batches_and_evaluation_between_steps(ranks):
     (first_losses, first_loss, first), (losses, loss, last) = ranks.run(2, train_and_evaluate)
-    assert first_losses == [None] * 6
-    assert first_loss is None
+    assert math.isnan(first_losses[0])
+    assert first_losses[1:] == losses[:-1]  # an evaluation's are not among them
+    assert first_loss == loss
     assert all(0 < each < 5 for each in [*losses, loss])
     whole = nn.Sequential(*build_layers())
     whole.load_state_dict({**first["0"]["module"], **last["1"]["module"]})
@@ -194,7 +196,14 @@ MISTAKES = {
     "a split that is no list": ({"split": 5}, GPipe(), "split must be a list"),
     "stages that ranks do not divide": (
         {"split": (1, 2)}, GPipe(),
-        "num_stages must be a multiple of num_ranks, got 3 stages for 2 ranks"),
+        "split must make a number of stages that is a multiple of the ranks, got [1, 2], 3 stages"),
+    "numbers of layers for a split": ({"split": (3, 2)}, GPipe(), "split must ascend, from 1 or"),
+    "an optimizer of the whole model": (
+        {"optimizer_fn": lambda _: torch.optim.SGD(build_layers()[0].parameters(), lr=0.1)},
+        GPipe(), "optimizer_fn must return optimizers of the parameters that it is called with, "),
+    "layers on the meta device": (
+        {"split": (1,), "layers": [nn.Linear(6, 6, device="meta"), nn.Linear(6, 3, device="meta")]},
+        GPipe(), "layers must be in memory on the rank of their stage, got "),
     "a module with buffers on two stages": (
         {"split": (1,), "layers": shared_layers()}, GPipe(),
         "layers must not share modules with buffers across stages, got BatchNorm1d 1 on stages 0"),
@@ -246,6 +255,9 @@ WRONG_TYPES = {
         {"optimizer_fn": SGD_OBJECT},
         "optimizer_fn must be a function of a list of parameters such as lambda p: "
         "torch.optim.SGD(p, lr=0.1), got an object of SGD"),
+    "a loss's class": (
+        {"loss_fn": nn.CrossEntropyLoss},
+        "loss_fn must be a function of output and target, got the class CrossEntropyLoss; create"),
     "a loss's name": ({"loss_fn": "mse"}, "loss_fn must be a function of output and target, got"),
     "a number for a scheduler": ({"scheduler_fn": 3}, "scheduler_fn must be a function of an"),
     "a compressor's class": (

@@ -19,7 +19,7 @@ WARM_UP = 2  # steps: the first connects, and may infer shapes
 class System(Protocol):
     """Protocol of a way to train a pipeline.
 
-    A step of its training returns the last stage's mean loss, else None; ``weight_copies()`` the
+    A step of its training returns the mean loss on the last stage's rank; ``weight_copies()`` the
     peak weight copies of each stage of this rank, if they are counted; ``actions(steps)`` the
     actions of all ranks in so many steps, and those that flush.
     """

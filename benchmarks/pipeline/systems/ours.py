@@ -49,7 +49,7 @@ class OurTraining:
             split=model.split(num_stages),
         )
 
-    def step(self) -> float | None:
+    def step(self) -> float:
         return self.trainer.step(*self._batch)
 
     def finish(self) -> None:

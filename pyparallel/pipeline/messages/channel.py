@@ -1,6 +1,7 @@
 """An ordered point-to-point channel between two ranks, with receives posted ahead of need."""
 
 import datetime
+import math
 import time
 import weakref
 from collections import deque
@@ -47,6 +48,7 @@ class P2PMessage:
     number: int
     value: Value | Refusal
     batch: BatchMeta = NO_BATCH
+    loss: float = math.nan
 
 
 class Channel:
@@ -99,6 +101,7 @@ class Channel:
         *,
         via_host: bool = False,
         batch: BatchMeta = NO_BATCH,
+        loss: float = math.nan,
     ) -> None:
         """Send a value asynchronously; it must not be written to until it is delivered.
 
@@ -111,7 +114,7 @@ class Channel:
         via_host = not self._has_tags and (via_host or not is_nccl)
         header = Header(
             stream, number, self._num_received, describe(value), is_single, None, via_host, refusal,
-            batch,
+            batch, loss,
         )  # fmt: skip
         length = header.num_bytes
         if length <= self._rooms_sent[0]:
@@ -178,7 +181,7 @@ class Channel:
         self.bytes_received += length + HEADER_BYTES
         self._num_received += 1
         self._release_sent(header.received)
-        return P2PMessage(stream, header.number, value, header.batch)
+        return P2PMessage(stream, header.number, value, header.batch, header.loss)
 
     @property
     def is_ready(self) -> bool:

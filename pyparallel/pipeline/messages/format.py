@@ -10,7 +10,7 @@ import os
 import struct
 import zlib
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -27,7 +27,8 @@ _NUMBER = 1  # the index of the message's number in a header
 _UNWRITTEN = -1  # never a message's number; in bytes too
 _CHECKSUM = 5  # the index of the CRC-32 of all other words
 _BATCH = 6  # of the batch's four words
-_BEGIN = 10  # of what describes the tensors, or of the error
+_LOSS = 10  # a float64
+_BEGIN = 11  # of what describes the tensors, or of the error
 _ALIGNMENT_BYTES = 64
 _ONE_TENSOR = 3  # the count of a value that is a tensor and not a tuple
 _FAILURE = -1  # in place of a count, as are -2 - kind of a refusal
@@ -74,6 +75,7 @@ class Refusal:
 
     kind: RefusalKind
     text: str
+    cause: Exception | None = field(default=None, compare=False)  # on the rank that refuses
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class Header:
     via_host: bool = False  # the payload travels over the headers' group, in the host's memory
     refusal: Refusal | None = None
     batch: BatchMeta = NO_BATCH
+    loss: float = field(default=math.nan, compare=False)  # the newest that the sender knows
 
     @property
     def num_bytes(self) -> int:
@@ -104,7 +107,7 @@ class Header:
             count = _FAILURE
         words = array("q", (self.stream, self.number, self.received, count, self.via_host, 0))
         words.extend(self.batch[:3])
-        words.frombytes(struct.pack("d", self.batch.target))
+        words.frombytes(struct.pack("2d", self.batch.target, self.loss))
         for meta in self.tensors:
             require(meta.dtype in _DTYPES, "tensors to send must be of a plain dtype", meta.dtype)
             words.extend((_DTYPES.index(meta.dtype), meta.differentiable, len(meta.shape)))
@@ -143,15 +146,15 @@ def read_header(tensor: Tensor) -> Header:
     if checksum != zlib.crc32(words):
         raise ValueError("a wrong checksum")
     stream, number, received, count, via_host = words[:_CHECKSUM]
-    samples, total, has_short_form, _ = words[_BATCH:_BEGIN]
-    (target,) = struct.unpack("d", words[_BEGIN - 1 : _BEGIN])
+    samples, total, has_short_form = words[_BATCH : _LOSS - 1]
+    target, loss = struct.unpack("2d", words[_LOSS - 1 : _BEGIN])
     batch = BatchMeta(samples, total, bool(has_short_form), target)
     if _FAILURE - len(RefusalKind) <= count <= _FAILURE:
         text = words[_BEGIN:].tobytes().rstrip(b"\0").decode(errors="ignore")
         if count == _FAILURE:
             return Header(stream, number, received, failure=text)
         refusal = Refusal(RefusalKind(_FAILURE - 1 - count), text)
-        return Header(stream, number, received, refusal=refusal)
+        return Header(stream, number, received, refusal=refusal, loss=loss)
     is_single = bool(count % 2)
     if (
         not 0 <= count // 2 <= HEADER_WORDS
@@ -164,7 +167,7 @@ def read_header(tensor: Tensor) -> Header:
         tensors.append(_read_meta(words[at:]))
         at += 3 + len(tensors[-1].shape)
     header = Header(
-        stream, number, received, tuple(tensors), is_single, via_host=bool(via_host), batch=batch
+        stream, number, received, tuple(tensors), is_single, None, bool(via_host), None, batch, loss
     )
     if header.num_bytes > _MEMORY_BYTES:
         raise ValueError(f"a value of {header.num_bytes} bytes, more than this machine's memory")

@@ -26,10 +26,10 @@ class StepRefusedError(PeerError):
         self.refusal = refusal
 
 
-def refusal_of(place: str, problem: str | TypeError) -> Refusal:
-    """Return the refusal of an argument; ``place``: rank and step."""
-    is_type = isinstance(problem, TypeError)
-    return Refusal(RefusalKind.TYPE if is_type else RefusalKind.ARGUMENT, f"{place}: {problem}")
+def refusal_of(place: str, problem: str | TypeError, cause: Exception | None = None) -> Refusal:
+    """Return the refusal of an argument; ``place``: rank and step; ``cause``: what was raised."""
+    kind = RefusalKind.TYPE if isinstance(problem, TypeError) else RefusalKind.ARGUMENT
+    return Refusal(kind, f"{place}: {problem}", cause)
 
 
 def error_of_refusals(refusals: Sequence[Refusal]) -> Exception:

@@ -1,5 +1,6 @@
 """Values sent between stages: as messages between ranks, as detached tensors within a rank."""
 
+import math
 import os
 import time
 from collections import defaultdict
@@ -25,6 +26,8 @@ from .refusals import StepRefusedError
 _UPDATES_VIA_HOST = 2  # for each stage of the pipeline
 _BARRIER_STREAM = -1  # of the empty messages of a barrier
 
+Told = tuple[Refusal | None, float]  # by a barrier: the refusal of any rank, the last one's loss
+
 
 class StageP2P:
     """Sends and receives of one rank's stages; ``groups`` is None with a single rank.
@@ -45,6 +48,7 @@ class StageP2P:
         codecs = {StreamKind.ACTIVATIONS: activation_codec, StreamKind.GRADIENTS: gradient_codec}
         self._codecs = {kind: codec for kind, codec in codecs.items() if codec is not None}
         self._rank = 0 if groups is None else groups.rank
+        self._is_last = self._rank == shape.num_ranks - 1  # the one with the losses
         self._num_updates = 0
         self._sent = set[object]()  # streams and shapes
         self._newest = 0  # updates before the newest of them
@@ -65,6 +69,7 @@ class StageP2P:
         self._channels = (
             {} if groups is None else {peer: Channel(peer, groups) for peer in neighbors}
         )
+        self._loss = math.nan  # the newest mean loss of a step that this rank knows
         self._arrived: dict[tuple[int, int], Value | Refusal] = {}  # by stream and number
         self._batches: dict[tuple[int, int], BatchMeta] = {}  # likewise, of peers
 
@@ -122,11 +127,22 @@ class StageP2P:
             value = codec.encode(value, endpoint, number)
         channel = self._channels[peer]
         via_host = self._is_nccl and self._goes_via_host(endpoint.stream, value)
-        channel.send(endpoint.stream, number, value, via_host=via_host, batch=batch)
+        channel.send(
+            endpoint.stream, number, value, via_host=via_host, batch=batch, loss=self._loss
+        )
 
     def count_update(self) -> None:
         """Count an update of a stage of this rank."""
         self._num_updates += 1
+
+    def newest_loss(self, own: float) -> float:
+        """Return the newest mean loss of a step that this rank knows.
+
+        On the last rank it is its ``own``; its later gradients take it to the others.
+        """
+        if self._is_last:
+            self._loss = own
+        return self._loss
 
     def recv(self, endpoint: Endpoint, number: int) -> Value | Refusal:
         """Return the value of a number; a StepRefusedError if the previous rank has refused."""
@@ -161,36 +177,38 @@ class StageP2P:
         peer = self._senders[endpoint]
         return peer != self._rank and self._channels[peer].is_ready
 
-    def barrier(self, refusal: Refusal | None = None) -> Refusal | None:
-        """Wait until all sends are delivered and every rank is here; return the refusal of any.
+    def barrier(self, refusal: Refusal | None = None, loss: float = math.nan) -> Told:
+        """Wait until all sends are delivered and every rank is here.
 
-        A waiting rank receives, and so learns of a failure on any rank.
+        Return the refusal of any rank, and the last one's ``loss``. A waiting rank receives, and so
+        learns of a failure on any rank.
         """
         channels = list(self._channels.values())
         one_or_two = self._shape.num_ranks <= 2  # then one exchange reaches all ranks
         for channel in channels:
             channel.expect([_BARRIER_STREAM] if one_or_two else [_BARRIER_STREAM, _BARRIER_STREAM])
         for channel in channels:  # first, so that a rank in another call finds it out
-            channel.send(_BARRIER_STREAM, 0, refusal or ())
+            channel.send(_BARRIER_STREAM, 0, refusal or (), loss=loss)
+        told = refusal, loss
         for channel in channels:
-            refusal = self._recv_barrier(channel) or refusal
+            told = self._recv_barrier(channel, *told)
         if not one_or_two:
-            refusal = self._propagate_barrier(refusal)
+            told = self._propagate_barrier(*told)
         for channel in channels:
             channel.flush()
-        return refusal
+        return told
 
-    def _propagate_barrier(self, refusal: Refusal | None) -> Refusal | None:
+    def _propagate_barrier(self, refusal: Refusal | None, loss: float) -> Told:
         """Send the barrier from the last rank to rank 0 and back, once each rank is here."""
         channels = self._channels.values()
         higher = [channel for channel in channels if channel.peer > self._rank]
         lower = [channel for channel in channels if channel.peer < self._rank]
         for senders, receivers in ((higher, lower), (lower, higher)):
             for channel in senders:
-                refusal = self._recv_barrier(channel) or refusal
+                refusal, loss = self._recv_barrier(channel, refusal, loss)
             for channel in receivers:
-                channel.send(_BARRIER_STREAM, 0, refusal or ())
-        return refusal
+                channel.send(_BARRIER_STREAM, 0, refusal or (), loss=loss)
+        return refusal, loss
 
     def agree_on_error(self, text: str, without_store: str) -> str:
         """Return the error that all ranks raise, as ``Reports.agree``."""
@@ -216,11 +234,12 @@ class StageP2P:
                 self._newest = self._num_updates
         return self._num_updates < self._newest + _UPDATES_VIA_HOST * self._shape.num_stages
 
-    def _recv_barrier(self, channel: Channel) -> Refusal | None:
-        """Receive until the barrier's message, and return its refusal; keep the values before."""
+    def _recv_barrier(self, channel: Channel, refusal: Refusal | None, loss: float) -> Told:
+        """Receive until the barrier's message; keep the values before, and return what it tells."""
         while (message := self._recv_message(channel, None)).stream != _BARRIER_STREAM:
             pass
-        return message.value if isinstance(message.value, Refusal) else None
+        refusal = message.value if isinstance(message.value, Refusal) else refusal
+        return refusal, message.loss if channel.peer > self._rank else loss
 
     def _recv_message(self, channel: Channel, kind: StreamKind | None) -> P2PMessage:
         """Receive a rank's next message, of whichever stream, while one of ``kind`` is needed.
@@ -238,9 +257,12 @@ class StageP2P:
                 f"rank {channel.peer} must send each message once, got a second one of stream "
                 f"{message.stream} with number {message.number}"
             )
-        if isinstance(value, Refusal) and message.stream % len(StreamKind) != StreamKind.GRADIENTS:
+        is_gradient = message.stream % len(StreamKind) == StreamKind.GRADIENTS
+        if isinstance(value, Refusal) and not is_gradient:
             raise StepRefusedError(value, channel.peer)
         self._arrived[key] = value
+        if is_gradient and not self._is_last:
+            self._loss = message.loss
         if message.batch != NO_BATCH:
             self._batches[key] = message.batch
         return message

@@ -147,7 +147,7 @@ def trained_parameters(module: nn.Module, prefix: str = "") -> dict[str, nn.Para
 def build_optimizers(
     named: Mapping[str, nn.Parameter], optimizer_fn: OptimizerFactory
 ) -> list[Optimizer]:
-    """Build the optimizers of a stage's parameters by name, which hold each of them once."""
+    """Build the optimizers of a stage's parameters by name, which train each once, and no other."""
     function: Any = optimizer_fn
     names = [list(named)] if _requires_two(function) else []
     optimizers = as_optimizers(function(list(named.values()), *names))
@@ -158,6 +158,12 @@ def build_optimizers(
             raise wrong_type("optimizer_fn", rule, each)
         for group in each.param_groups:
             for parameter in group["params"]:
+                if parameter.requires_grad and id(parameter) not in holders:
+                    raise ValueError(
+                        "optimizer_fn must return optimizers of the parameters that it is called "
+                        "with, those of one stage, got another one of shape "
+                        f"{list(parameter.shape)}: build them from its argument"
+                    )
                 holders.setdefault(id(parameter), []).append(type(each).__name__)
     for name, parameter in named.items():
         found = holders[id(parameter)]

@@ -1,5 +1,6 @@
 """The executor, which runs the actions of one rank in their order."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from ..messages import Value
 from ..messages.endpoints import Destinations, destinations_of, source_of
 from ..messages.format import NO_BATCH, Refusal
 from ..messages.refusals import StepRefusedError, refusal_of
-from ..messages.stage_p2p import StageP2P
+from ..messages.stage_p2p import StageP2P, Told
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
 from ..schedules.versions import Versions
@@ -115,29 +116,34 @@ class Executor:
         else:  # the other ranks wait for the first output
             self._run(actions_of(self._rank), splitter, self.destinations, run_action, expect)
 
-    def evaluate(self, splitter: MicrobatchSplitter, outputs: list[Value] | None = None) -> None:
+    def evaluate(
+        self, splitter: MicrobatchSplitter, outputs: list[Value] | None = None
+    ) -> Refusal | None:
         """Run the forwards of all microbatches without backwards; raises as ``train``.
 
-        With ``outputs`` those of the last stage are appended to them, and no loss is computed.
+        Return why the last stage has no loss, or None. With ``outputs`` its outputs are appended to
+        them, and no loss is computed.
         """
         last = self._shape.num_stages - 1
+        refusals: list[Refusal] = []
 
         def forwards(rank: int) -> Iterator[Action]:
             for stage in self._shape.stages(rank):
                 for microbatch in range(self._shape.num_microbatches):
                     yield Action(stage, Kind.FORWARD, microbatch)
 
-        def run_action(action: Action, inputs: Value | Refusal | None) -> Value:
+        def run_action(action: Action, inputs: Value | Refusal | None) -> Value | Refusal:
             assert inputs is not None
             assert not isinstance(inputs, Refusal), "p2p raises StepRefusedError"
             if isinstance(inputs, tuple) and not inputs:
                 return ()  # of a batch with fewer samples than microbatches
             stage, microbatch = self.stages[action.stage], action.microbatch
             with self._recording(action):
-                if outputs is None:
-                    return stage.evaluate(microbatch, inputs, splitter)
-                output = stage.predict(inputs)
-            if action.stage == last:
+                run = stage.evaluate if outputs is None else stage.predict
+                output = run(microbatch, inputs, splitter)
+            if isinstance(output, Refusal):
+                refusals.append(output)
+            elif outputs is not None and action.stage == last:
                 outputs.append(output)
             return output
 
@@ -145,6 +151,7 @@ class Executor:
         self.telemetry.begin(is_training=False)
         self._p2p.expect(forwards)
         self._run(forwards(self._rank), splitter, destinations_of, run_action)
+        return next(iter(refusals), None)
 
     def train_action(
         self,
@@ -192,15 +199,15 @@ class Executor:
             stage.refusals.clear()
         return taken
 
-    def barrier(self, step: int, refusal: Refusal | None = None) -> Refusal | None:
-        """Wait until every rank has finished ``step``; return, and keep, the refusal of any."""
+    def barrier(self, step: int, refusal: Refusal | None = None, loss: float = math.nan) -> Told:
+        """Wait until every rank has finished ``step``; keep the refusal of any, and return both."""
         try:
-            refusal = self._p2p.barrier(refusal)
+            refusal, loss = self._p2p.barrier(refusal, loss)
         except (PeerError, RemoteError) as error:
             self._abort(error, f"rank {self._rank} waited for all ranks to finish step {step}")
         if refusal is not None:
             self.refusals.append(refusal)
-        return refusal
+        return refusal, loss
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:

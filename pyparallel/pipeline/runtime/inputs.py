@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,8 @@ from torch.utils._pytree import register_pytree_node, tree_leaves
 
 from ...training import summarize, wrong_type
 from ..messages import Value
+from ..messages.format import Refusal
+from ..messages.refusals import StepRefusedError
 
 _ENTRIES: dict[str, tuple[type, str]] = {  # of the lists of microbatches
     "arg_mbs": (tuple, "a tuple of arguments, such as (x,)"),
@@ -34,14 +36,22 @@ register_pytree_node(
 Inputs = Value | Arguments  # Value: one argument, as each layer gets from the previous one
 
 
-def call_module(module: nn.Module, inputs: Inputs) -> Any:
-    """Return the output of a stage's module, or of the model's first layer, for its inputs."""
-    if isinstance(inputs, Arguments):
-        return module(*inputs.args, **inputs.kwargs)
+def call_module(
+    module: nn.Module, inputs: Inputs, refuse: Callable[[Exception], Refusal] | None = None
+) -> Any:
+    """Return the output of a stage's module, or of the model's first layer, for its inputs.
+
+    With ``refuse`` an error is a StepRefusedError, for what it returns.
+    """
     try:
+        if isinstance(inputs, Arguments):
+            return module(*inputs.args, **inputs.kwargs)
         return module(inputs)
-    except AttributeError as error:
-        if not (type(inputs) is tuple and type(error.obj) is tuple):
+    except Exception as error:
+        if refuse is not None:
+            raise StepRefusedError(refuse(error), 0) from error
+        is_attribute = isinstance(error, AttributeError) and type(error.obj) is tuple
+        if not (is_attribute and type(inputs) is tuple):
             raise
         rule = "the first layer of a stage must take a tuple by its positions"
         fix = "unpack it as hidden, mask = value, or move the split"

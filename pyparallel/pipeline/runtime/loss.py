@@ -47,7 +47,6 @@ class Criterion:
     _reported: list[_Reported] = field(default_factory=list, init=False)
     # Of the first of them, where the host knows them.
     _values: list[float] = field(default_factory=list, init=False)
-    _num_empty: int = field(default=0, init=False)  # microbatches without weight since a report
     # Of the steps since the last update, with options.weighs_update.
     _weights: list[float] = field(default_factory=list, init=False)
 
@@ -60,27 +59,29 @@ class Criterion:
     ) -> Tensor | Refusal:
         """Return the 0-d loss to differentiate, weighted by the microbatch's part of its update.
 
-        A refusal if it is not finite and the check is not deferred: then the host waits for it; if
-        it trains other parameters than the stage's; or if nothing in its update has a weight.
+        A refusal if ``loss_fn`` fails; if it is not finite and the check is not deferred: then the
+        host waits for it; if it trains other parameters than the stage's; or if nothing in its
+        update has a weight.
         """
         defers_check = self.options.defers_check
         if not splitter.share(microbatch):
             shares_update = self.options.weighs_update or self.shares_update(microbatch)
             if not shares_update or not (self.options.weighs_update or splitter.weight):
-                self._num_empty += 1
                 text = f"{splitter.place}: microbatch {microbatch} has the weight 0"
                 return Refusal(RefusalKind.EMPTY, text)
         known = {each.grad_fn for each in tensors_of(output)}  # before loss_fn may write to them
         loss = self.loss_for_report(microbatch, output, splitter, must_be_finite=defers_check)
+        if isinstance(loss, Refusal):
+            return loss
+        problem = None
         if not loss.requires_grad and any(each.requires_grad for each in tensors_of(output)):
-            raise ValueError(
-                "loss_fn must return a differentiable loss, got one that requires no gradient "
-                "though the output does: leave out detach(), item() and no_grad()"
-            )
-        if (own := self._find_own_parameter(loss, known)) is not None:
+            problem = "loss_fn must return a differentiable loss, got one that requires no gradient"
+            problem += " though the output does: leave out detach(), item() and no_grad()"
+        elif (own := self._find_own_parameter(loss, known)) is not None:
             rule = "loss_fn must train no parameters but the layers' of its rank"
             fix = "move it into the last layer, or freeze it with requires_grad_(False)"
             problem = f"{rule}, got one of shape {list(own.shape)}: {fix}"
+        if problem is not None:
             return refusal_of(splitter.place, problem)
         if not defers_check and splitter.share(microbatch):
             self._values += host_values(self._reported[-1].loss)
@@ -92,10 +93,10 @@ class Criterion:
         if self.options.weighs_update:
             share = splitter.share(microbatch) * self._weight_in_update(splitter)
         loss_scale = self.options.loss_scale
-        if loss_scale is None or loss_scale.factor == 1:
-            return loss * share
-        wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
-        return wide * (share * loss_scale.factor)
+        factor = 1.0 if loss_scale is None else loss_scale.factor
+        if factor != 1:
+            loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
+        return loss * (share * factor)
 
     def loss_for_report(
         self,
@@ -104,20 +105,27 @@ class Criterion:
         splitter: MicrobatchSplitter,
         *,
         must_be_finite: bool = False,
-    ) -> Tensor:
+    ) -> Tensor | Refusal:
         """Return the unweighted 0-d loss of a microbatch, and add it to the reported mean.
 
-        Without a weight in it there is nothing to take a mean of, and the loss is 0.
+        Without a weight in it there is nothing to take a mean of, and the loss is 0. A refusal if
+        ``loss_fn`` fails, as of labels of a wrong dtype, shape or class.
         """
         if not splitter.share(microbatch):
-            self._num_empty += 1
             # Not a product with 0: an output may be infinite. The output has a gradient of zeros.
             parts = (each.flatten()[:0].sum().abs() for each in tensors_of(output))
             return sum(parts, torch.zeros((), device="cpu"))
-        loss = self.loss_fn(output, splitter.target(microbatch))
+        share, target = splitter.share(microbatch), splitter.target(microbatch)
+        try:
+            loss = self.loss_fn(output, target)
+        except Exception as error:
+            # One text for all microbatches, which is said once.
+            rule = "loss_fn must take the outputs of the last stage and the target"
+            problem = f"{rule}, got {type(error).__name__}: {error}"
+            return refusal_of(splitter.place, problem, error)
         if not isinstance(loss, Tensor) or loss.dim():
-            raise ValueError(f"loss_fn must return a 0-d tensor, got {summarize(loss)}")
-        share = splitter.share(microbatch)
+            problem = f"loss_fn must return a 0-d tensor, got {summarize(loss)}"
+            return refusal_of(splitter.place, problem)
         self._reported.append(_Reported(HostCopy(loss.detach()), share, microbatch, must_be_finite))
         return loss
 
@@ -132,16 +140,15 @@ class Criterion:
                 return _non_finite(each.microbatch, value, splitter)
         return None
 
-    def report(self) -> float | None:
-        """Return the mean loss over the samples since the last report; None without any.
+    def report(self) -> float:
+        """Return the mean loss over the samples since the last report.
 
-        It is nan if there were only microbatches without weight, as the mean over no tokens is.
+        It is nan without any, or of microbatches without weight alone, as the mean over no tokens.
         """
         reported, self._reported = self._reported, []
         values, self._values = self._values, []
-        num_empty, self._num_empty = self._num_empty, 0
         if not reported:
-            return math.nan if num_empty else None
+            return math.nan
         shares = [each.share for each in reported]
         if len(values) == len(reported):
             return sum(map(operator.mul, values, shares), 0.0)

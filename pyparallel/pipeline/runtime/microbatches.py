@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from ...training import summarize, wrong_type
 from ...training.arguments import raise_problem
 from ..messages import Value, tensors_of
-from ..messages.format import NO_BATCH, BatchMeta
+from ..messages.format import NO_BATCH, BatchMeta, Refusal
+from ..messages.refusals import refusal_of
 from .batch_digest import BatchDigest
 from .inputs import (
     Arguments,
@@ -75,6 +76,20 @@ class MicrobatchSplitter:
             return self._weights
         return self._target_error or self._mismatch
 
+    def refuse_inputs(self, error: Exception) -> Refusal:
+        """Return the refusal of inputs of which the first stage's layers have raised an error."""
+        rule = "inputs must be what the layers of the first stage take"
+        problem = f"{rule}, got {type(error).__name__}: {error}{self._fix_of_pair}"
+        return refusal_of(self.place, problem, error)
+
+    @property
+    def _fix_of_pair(self) -> str:
+        """Return what may be wrong with inputs that are a pair, without a target; or nothing."""
+        is_pair = isinstance(self._inputs, tuple | list) and len(self._inputs) == 2
+        if not is_pair or self._target is not None:
+            return ""
+        return "; of a batch that is a pair of inputs and target, call step(*batch)"
+
     def copy(self, microbatches: Collection[int]) -> None:
         """Copy these once they are read: they are in flight when the caller may write to them."""
         self._copied = microbatches
@@ -130,7 +145,8 @@ class MicrobatchSplitter:
             return None
         if not isinstance(self._inputs, PreSplit):
             called = as_arguments(self._inputs)
-            return find_argument_error(self._first_layer, called.args, called.kwargs)
+            error = find_argument_error(self._first_layer, called.args, called.kwargs)
+            return error and error + self._fix_of_pair
         for microbatch, (args, kwargs) in enumerate(self._inputs.arguments(), self.first):
             error = find_argument_error(self._first_layer, args, kwargs)
             if error is not None:
@@ -186,7 +202,8 @@ class MicrobatchSplitter:
     def _target_error(self) -> str | TypeError | None:
         target, rule = self._target, "a tensor, or a tuple, list or dict of tensors"
         if target is None:
-            return missing("target", "the rank of the last stage, with Interlocking on every rank")
+            where = "the rank of the last stage, with Interlocking on every rank"
+            return missing("target", where) + self._fix_of_pair
         named = {"target": target}
         if isinstance(target, PreSplit):
             if (error := target.find_error(self._num_microbatches)) is not None:

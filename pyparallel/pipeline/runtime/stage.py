@@ -128,7 +128,8 @@ class Stage:
         """Return a microbatch's output, or its loss; if that is refused, backward says why."""
         if self.optimizers and not torch.is_grad_enabled():
             raise RuntimeError("step must not be called inside no_grad(), got gradients disabled")
-        if microbatch == splitter.first:
+        is_first = microbatch == splitter.first
+        if is_first:
             if self.options.loss_scale is None:
                 check_autocast()
             self._look_for_parameters()
@@ -143,7 +144,9 @@ class Stage:
             if self._criterion is not None:
                 output = find_target_refusal(splitter)
             if output is None:
-                output = check_value(call_module(self.module, as_non_leaf(inputs)), self.module)
+                refuse = splitter.refuse_inputs if is_first and not self.index else None
+                found = call_module(self.module, as_non_leaf(inputs), refuse)
+                output = check_value(found, self.module)
                 if self._criterion is not None:
                     output = self._criterion.loss_for_backward(microbatch, output, splitter)
         if isinstance(output, Refusal):
@@ -158,18 +161,22 @@ class Stage:
             return output
         return self._extras.append_to_output(output)
 
-    def evaluate(self, microbatch: int, inputs: Inputs, splitter: MicrobatchSplitter) -> Value:
-        """Run a forward on the live weights without a backward; none if the target is invalid."""
-        if self._criterion is not None and splitter.find_target_error() is not None:
-            return ()
-        output = self.predict(inputs)
+    def evaluate(
+        self, microbatch: int, inputs: Inputs, splitter: MicrobatchSplitter
+    ) -> Value | Refusal:
+        """Run a forward on the live weights without a backward; or return why there is no loss."""
         if self._criterion is None:
-            return output
+            return self.predict(microbatch, inputs, splitter)
+        if (refusal := find_target_refusal(splitter)) is not None:
+            return refusal
+        output = self.predict(microbatch, inputs, splitter)
         return self._criterion.loss_for_report(microbatch, output, splitter)
 
-    def predict(self, inputs: Inputs) -> Value:
+    def predict(self, microbatch: int, inputs: Inputs, splitter: MicrobatchSplitter) -> Value:
         """Run a forward on the live weights without a backward or a loss."""
-        return check_value(call_module(self.module, inputs), self.module)
+        may_refuse = not self.index and microbatch == splitter.first
+        refuse = splitter.refuse_inputs if may_refuse else None
+        return check_value(call_module(self.module, inputs, refuse), self.module)
 
     def backward(self, microbatch: int, gradients: Value | Refusal | None) -> Value | Refusal:
         """Accumulate the parameters' gradients; return those of the inputs, or why there are none.

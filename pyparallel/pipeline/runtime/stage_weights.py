@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...training import FlatBuckets
+from ..messages.refusals import StepRefusedError
 from ..prediction.base import WeightPredictor
 from ..schedules.versions import VersionCounters, Versions, WeightVersion
 from .weight_copies import VersionKey, WeightCopies, WeightCopy, unchanged
@@ -145,7 +146,8 @@ class StageWeights(Weights):
         self._pending[microbatch] = counters
         self._next_microbatch = microbatch + 1
         key = self.last_read = _key_of(self._policy.forward(counters, self._stage))
-        is_prefetched = key == self._prefetched and key in self._copies
+        prefetched = self._prefetched
+        is_prefetched = key == prefetched and key in self._copies
         if is_prefetched and self._predicted_from != self._read_by_predictions():
             self._free.append(self._copies.pop(key))
         self._prefetched = None
@@ -153,6 +155,10 @@ class StageWeights(Weights):
         try:
             with self._replacing_weights(counters, key):
                 yield key
+        except StepRefusedError:  # the microbatch comes again
+            del self._pending[microbatch]
+            self._next_microbatch, self._prefetched = microbatch, prefetched
+            raise
         finally:
             self._memory.point_to(self._live)
         self._free_unread()

@@ -170,7 +170,7 @@ def enqueue(
 def test_values_of_new_shapes_travel_through_the_host(loading, is_new, monkeypatch):
     """Until two updates for each stage later, as kernels may be loaded for them."""
     sent = []
-    channel = SimpleNamespace(send=lambda *message, via_host, batch: sent.append(via_host))
+    channel = SimpleNamespace(send=lambda *message, via_host, **_: sent.append(via_host))
     monkeypatch.setattr(stage_p2p, "Channel", lambda *_: channel)
     monkeypatch.setenv("CUDA_MODULE_LOADING", loading)
     groups = SimpleNamespace(rank=0, payloads=[None], headers="a group of gloo")

@@ -102,6 +102,6 @@ def losses_of_ranks(device, schedule, **options):
 def test_two_processes_share_a_gpu_over_gloo(ranks):
     first, last = ranks.run(2, train_over_gloo)
     for name, device in first:
-        assert first[name, device] == [None] * NUM_STEPS
+        assert set(first[name, device][1:]) <= set(last[name, device])
         if device == "cuda":
             assert last[name, "cuda"] == pytest.approx(last[name, "cpu"], rel=1e-3)

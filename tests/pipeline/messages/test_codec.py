@@ -177,7 +177,8 @@ def int8_trains_almost_as_well_with_a_quarter_of_the_bytes(rank):
     ):
         plain, all_bytes = train(make_layers, schedule)
         quantized, fewer_bytes = train(make_layers, schedule, **BOTH)
-        assert train(make_layers, schedule, **BOTH) == (quantized, fewer_bytes)  # deterministic
+        again = train(make_layers, schedule, **BOTH)  # deterministic; rank 0 begins with a nan
+        assert repr(again) == repr((quantized, fewer_bytes))
         if make_layers is two_linears:
             assert 0.24 * all_bytes < fewer_bytes < 0.28 * all_bytes
         if rank == 1:
@@ -205,7 +206,7 @@ def one_direction_alone_can_be_compressed(rank):
 
 def several_stages_on_a_rank_train(rank):
     losses, _ = train(four_layers, Interleaved(), num_stages=4, **BOTH)
-    assert rank == 0 or losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < 0.8 * losses[0]
 
 
 class Unsupported(Int8):

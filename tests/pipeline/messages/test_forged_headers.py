@@ -11,7 +11,7 @@ from tests.pipeline.messages.headers import write_checksum
 
 NUM_MICROBATCHES = 2
 STREAM, NUMBER, RECEIVED, COUNT, VIA_HOST = range(5)
-DTYPE, GRADIENT, DIMENSIONS, SIZE = range(10, 14)
+DTYPE, GRADIENT, DIMENSIONS, SIZE = range(11, 15)
 # More of them: test_format.py.
 # A word of the header of a float32 tensor (3, 4) that requires a gradient, and what it becomes.
 # Corrupt: its checksum is that of the header before. Every word: test_format.py.

@@ -84,8 +84,10 @@ def test_a_refusal_is_received_as_sent_and_cut_to_a_header():
         assert read_header(header.to_tensor()) == header
     batch = BatchMeta(3, 8, has_short_form=True, target=-0.1)
     assert read_header(Header(3, 7, 11, batch=batch).to_tensor()).batch == batch
+    for refusal in (None, Refusal(RefusalKind.EMPTY, "")):
+        assert read_header(Header(3, 7, 11, refusal=refusal, loss=0.1).to_tensor()).loss == 0.1
     long = Header(3, 7, 11, refusal=Refusal(RefusalKind.TYPE, "x" * HEADER_BYTES))
-    assert read_header(long.to_tensor()).refusal.text == "x" * (HEADER_BYTES - 80)
+    assert read_header(long.to_tensor()).refusal.text == "x" * (HEADER_BYTES - 88)
 
 
 def test_a_new_header_has_not_arrived_until_it_is_written():
@@ -101,7 +103,7 @@ def test_a_new_header_has_not_arrived_until_it_is_written():
 def test_a_failure_is_cut_to_the_room_of_a_header():
     for text in ("stage 1 failed: ü", "", "x" * 5000):
         header = read_header(Header(0, 0, 0, failure=text).to_tensor())
-        assert header.failure == text[: 8 * (HEADER_WORDS - 10)]
+        assert header.failure == text[: 8 * (HEADER_WORDS - 11)]
 
 
 def test_unsupported_dtypes_and_too_many_tensors_are_refused():
@@ -115,10 +117,10 @@ def test_unsupported_dtypes_and_too_many_tensors_are_refused():
 MALFORMED = {  # index of a word of a header of one float32 (2, 3), and what it is instead
     "count": (3, [2, 9, 2**40, 2**62, -9, -(2**63)]),
     "via host": (4, [-1, 2, 2**40]),
-    "dtype": (10, [-1, 12, 2**40, -(2**63)]),
-    "differentiable": (11, [-1, 2]),
-    "dimensions": (12, [-1, 124, 2**40]),
-    "size": (13, [-1, 2**40, 2**62]),
+    "dtype": (11, [-1, 12, 2**40, -(2**63)]),
+    "differentiable": (12, [-1, 2]),
+    "dimensions": (13, [-1, 124, 2**40]),
+    "size": (14, [-1, 2**40, 2**62]),
 }
 
 
@@ -146,7 +148,7 @@ def test_malformed_headers_are_refused(subtests):
                 with pytest.raises(ValueError, match="a "):
                     read_header(header)
     integers = Header(3, 7, 11, describe(torch.ones(2, dtype=torch.int64))).to_tensor()
-    integers[11] = 1
+    integers[12] = 1
     write_checksum(integers)
     with pytest.raises(ValueError, match=r"a tensor of torch\.int64 that requires a gradient"):
         read_header(integers)

@@ -94,6 +94,26 @@ MISTAKES = {  # of a batch on a rank, with 7 samples: the arguments, and the err
         ),
         "rank 1{}: arg_mbs, kwarg_mbs and target_mbs must be given without a whole batch, got both",
     ),
+    "inputs of a wrong dtype": (
+        lambda ids, mask, y, rank: ((ids.double(), y), {}),
+        "rank 0{}: inputs must be what the layers of the first stage take, got RuntimeError: ",
+    ),
+    "a pair in a tuple": (
+        lambda ids, mask, y, rank: (((ids, y),), {}),
+        "rank 0{}: inputs must be what .* target, call step\\(\\*batch\\)$",
+    ),
+    "a pair in a list": (
+        lambda ids, mask, y, rank: (([ids, y],), {}),
+        "rank 1{}: target must be given .* target, call step\\(\\*batch\\)$",
+    ),
+    "labels of a wrong dtype": (
+        lambda ids, mask, y, rank: ((ids, y.double()), {}),
+        r"rank 1{}: loss_fn must take the outputs of the last stage and the target, got RuntimeE",
+    ),
+    "labels of no class": (
+        lambda ids, mask, y, rank: ((ids, 0 * y + VOCAB), {}),
+        r"rank 1{}: loss_fn must take the outputs of the last stage and the target, got IndexE",
+    ),
     "a weight that fails": (
         lambda ids, mask, y, rank: ((ids, {"labels": y}), {}),
         r"rank 1{}: loss_weight_fn must return .*, got \w+Error: .* for microbatch \d+$",
@@ -171,8 +191,9 @@ def mismatch(rank):
 
 def test_a_target_of_other_samples_is_found_behind_other_stages(ranks):
     for of_schedule in zip(*ranks.run(4, mismatch), strict=True):
-        for losses, errors in of_schedule:
-            assert losses[0] == losses[1]
+        plain, with_mistake = of_schedule[-1][0]
+        assert plain == with_mistake
+        for _, errors in of_schedule:
             assert errors == [
                 "rank 3, step 1: inputs and target must have the same number of samples, got 7 "
                 "and 6: take both from one batch"
