@@ -1,8 +1,14 @@
 """Errors of communication between ranks, and the places that they name."""
 
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import TypeVar
 
 Error = TypeVar("Error", bound=RuntimeError)
+
+SAME_CALLS = "all ranks must make the same calls"
+_STEPS = ("step", "forward", "backward")  # methods that a training loop calls for each batch
 
 
 class PeerError(RuntimeError):
@@ -34,3 +40,46 @@ def place_of(rank: int, step: int | None, trainer: int | None = None) -> str:
     """Return "rank 0, trainer 1, step 12", without a trainer or a step that is None."""
     parts = {"rank": rank, "trainer": trainer, "step": step}
     return ", ".join(f"{name} {number}" for name, number in parts.items() if number is not None)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 3" or "ranks 0-2, 5" for ascending ranks."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    names = ", ".join("-".join(map(str, run)) for run in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {names}"
+
+
+def find_call(frame: FrameType | None = None) -> str:
+    """Return the user's call that has led to a frame, None: of the caller, such as "flush()".
+
+    It is "step" in a forward, a backward and ``optimizer.step()``. Read from the stack, it costs
+    nothing before it is needed.
+    """
+    frame, call = frame or sys._getframe(1), "step"
+    while frame is not None:
+        package, _, module = frame.f_globals.get("__name__", "").partition(".")
+        if package == "pyparallel" and not module.startswith(("cli", "integrations")):
+            call = frame.f_code.co_name
+            if call == "__init__":
+                call = type(frame.f_locals["self"]).__name__
+        frame = frame.f_back
+    return "step" if call in _STEPS or call.startswith(("_", "<")) else f"{call}()"
+
+
+def compare_calls(calls: Mapping[int, str]) -> str:
+    """Return what ranks that wait for each other call, by rank, and the fix if it differs."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank in sorted(calls):
+        ranks_of.setdefault(calls[rank], []).append(rank)
+    if len(ranks_of) == 1:
+        return f"{name_ranks(sorted(calls))} wait for each other in {min(ranks_of)}"
+    got = ", ".join(f"{call} on {name_ranks(ranks)}" for call, ranks in ranks_of.items())
+    return (
+        f"{SAME_CALLS}, got {got}; for unequal numbers of batches gossip and "
+        "DistributedDataParallel have join()"
+    )

@@ -1,6 +1,5 @@
 """Point-to-point messages in one process group: sends and receives that are started together."""
 
-import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
@@ -81,7 +80,6 @@ class Pending:
         On NCCL this makes the current stream wait and returns at once; on gloo the host waits. A
         second call on the same stream does nothing.
         """
-        begin = time.perf_counter()
         # A message in a batch has no work of its own.
         due = self._works if kind is None or self._is_batched else [
             (index, work) for index, work in self._works
@@ -90,7 +88,8 @@ class Pending:
         for entry in list(due):
             index, work = entry
             try:
-                work.wait(*self._timeout)
+                with self.p2p.run.waiting(self.p2p.stats):
+                    work.wait(*self._timeout)
             except RuntimeError as error:
                 self.keep()
                 failed, num_received = self.transfers, self.num_received
@@ -98,7 +97,6 @@ class Pending:
                     failed, num_received = failed[index : index + 1], int(index < num_received)
                 raise self.p2p.peer_error(failed, num_received, error) from error
             self._works.remove(entry)
-        self.p2p.stats.count_wait(time.perf_counter() - begin)
 
     def keep(self) -> None:
         """Keep the tensors: messages that nobody waits for may still arrive in them."""

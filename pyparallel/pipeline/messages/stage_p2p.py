@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ...comm import PeerError
+from ...comm.errors import find_call
 from ...compression import CorruptMessageError
 from ..schedules.action import Action
 from ..schedules.shape import PipelineShape
@@ -45,6 +46,7 @@ class StageP2P:
         codecs = {StreamKind.ACTIVATIONS: activation_codec, StreamKind.GRADIENTS: gradient_codec}
         self._codecs = {kind: codec for kind, codec in codecs.items() if codec is not None}
         self._rank = 0 if groups is None else groups.rank
+        self._call = b""  # of the user
         self._num_updates = 0
         self._sent = set[object]()  # streams and shapes
         self._newest = 0  # updates before the newest of them
@@ -118,7 +120,14 @@ class StageP2P:
             value = codec.encode(value, endpoint, number)
         channel = self._channels[peer]
         via_host = self._goes_via_host(endpoint.stream, value)
-        channel.send(endpoint.stream, number, value, via_host=via_host, batch=batch)
+        channel.send(
+            endpoint.stream, number, value, via_host=via_host, batch=batch, call=self._call
+        )
+
+    def begin_call(self) -> None:
+        """Tell the ranks that receive the next messages which call of the user sends them."""
+        if self._run is not None:
+            self._call = self._run.describe_call(find_call()).encode()
 
     def count_update(self) -> None:
         """Count an update of a stage of this rank."""
@@ -165,7 +174,7 @@ class StageP2P:
         for channel in channels:
             channel.expect([_BARRIER_STREAM] if one_or_two else [_BARRIER_STREAM, _BARRIER_STREAM])
         for channel in channels:  # first, so that a rank in another call finds it out
-            channel.send(_BARRIER_STREAM, 0, refusal or ())
+            channel.send(_BARRIER_STREAM, 0, refusal or (), call=self._call)
         for channel in channels:
             refusal = self._recv_barrier(channel) or refusal
         if not one_or_two:
@@ -224,7 +233,9 @@ class StageP2P:
 
     def _waiting(self, channel: Channel, kind: StreamKind | None) -> P2PMessage:
         begin = time.perf_counter()
-        message = channel.recv()
+        assert self._run is not None
+        with self._run.waiting():
+            message = channel.recv()
         self.waited[kind] += time.perf_counter() - begin
         return message
 
