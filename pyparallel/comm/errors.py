@@ -1,12 +1,16 @@
 """Errors of communication between ranks, and the places that they name."""
 
 import sys
-from collections.abc import Mapping, Sequence
-from types import FrameType
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from types import FrameType, TracebackType
+from typing import ParamSpec, TypeVar
 
 Error = TypeVar("Error", bound=RuntimeError)
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
+_BETWEEN = ("cli", "integrations", __name__.partition(".")[2])  # modules that users do not call
 SAME_CALLS = "all ranks must make the same calls"
 _STEPS = ("step", "forward", "backward")  # methods that a training loop calls for each batch
 
@@ -63,7 +67,7 @@ def find_call(frame: FrameType | None = None) -> str:
     frame, call = frame or sys._getframe(1), "step"
     while frame is not None:
         package, _, module = frame.f_globals.get("__name__", "").partition(".")
-        if package == "pyparallel" and not module.startswith(("cli", "integrations")):
+        if package == "pyparallel" and not module.startswith(_BETWEEN):
             call = frame.f_code.co_name
             if call == "__init__":
                 call = type(frame.f_locals["self"]).__name__
@@ -83,3 +87,52 @@ def compare_calls(calls: Mapping[int, str]) -> str:
         f"{SAME_CALLS}, got {got}; for unequal numbers of batches gossip and "
         "DistributedDataParallel have join()"
     )
+
+
+def concise(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Have a user's call raise errors of this package's types without the frames inside of it.
+
+    Their text says what the user has to change; an error of another type is a bug, or the user's
+    own, and stays whole.
+    """
+
+    @wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if not _is_own(error):
+                raise
+            raise error.with_traceback(None) from _cause_of(error)
+
+    return call
+
+
+def _is_own(error: BaseException) -> bool:
+    return type(error).__module__.startswith("pyparallel")
+
+
+def _cause_of(error: BaseException) -> BaseException | None:
+    """Return the cause that a traceback is to show: nothing that the error's text has quoted."""
+    cause = error.__cause__
+    if cause is None or isinstance(error, (PeerError, NonFiniteError)):
+        return None
+    if _is_own(cause) and str(cause) in str(error):
+        return None
+    if _is_own(cause):
+        cause.__traceback__ = None
+    else:
+        cause.__traceback__ = _users_part(cause.__traceback__)
+    cause.__cause__ = _cause_of(cause)
+    return cause
+
+
+def _users_part(traceback: TracebackType | None) -> TracebackType | None:
+    """Return a traceback from the first frame outside of this package and torch, if it has one."""
+    part = traceback
+    while part is not None:
+        package, _, _ = part.tb_frame.f_globals.get("__name__", "").partition(".")
+        if package not in ("pyparallel", "torch"):
+            return part
+        part = part.tb_next
+    return traceback

@@ -78,7 +78,8 @@ class Reports:
             if missing & closed and waited > min(seconds, _CLOSED_SECONDS):
                 return replace(own, failed=sorted(missing & closed), how=DIED)
             calls = {rank: report.call for rank, report in reports.items()}
-            calls |= self._calls_elsewhere(missing - closed)
+            if waited > min(seconds, _CLOSED_SECONDS):  # it may be left from an earlier failure
+                calls |= self._calls_elsewhere(missing - closed)
             if not missing - calls.keys():
                 return replace(own, how=compare_calls(calls) if len(calls) > 1 else "")
             if waited > seconds:

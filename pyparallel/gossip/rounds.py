@@ -58,7 +58,7 @@ class SteppedRounds:
                 f"{type(optimizer).__name__} may evaluate its closure several times in a step, or "
                 "at other parameters, so messages are received before the first evaluation: "
                 "overlap hides nothing; call backward() and then step() without a closure",
-                stacklevel=7,  # the user's optimizer.step(closure)
+                stacklevel=8,  # the user's optimizer.step(closure)
             )
         with self._after_the_step():
             averager.before_step()

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..comm import Collectives, StepCounts
+from ..comm import Collectives, StepCounts, concise
 from ..optim import FusedOptimizer
 from ..optim.finite_steps import FiniteSteps
 from ..training import Algorithm, ModelAverager, Place, StepHooks, check_format, consensus, seal
@@ -80,6 +80,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
     _copy_instead = "copy its .module"
     _in_consensus = False
 
+    @concise
     def __init__(
         self,
         module: nn.Module,
@@ -313,6 +314,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
                 self._in_consensus = False
                 self._shards.reshard()
 
+    @concise
     def full_state_dict(self) -> dict[str, Any]:
         """Return the state of ``consensus()``, as the plain module has it; all ranks call it.
 
@@ -321,6 +323,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         with self.consensus() as module:
             return full_state(module, self._run)
 
+    @concise
     def consensus_distance(self) -> float:
         """Return the root mean square over ranks of ``||z_i - average||_2``.
 
@@ -332,6 +335,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         averages = consensus.average(*self._averager.as_merged(), collectives)
         return consensus.distance(self._buckets.buffers, averages, collectives)
 
+    @concise
     def flush(self) -> None:
         """Complete all communication in flight, after the last step, on all ranks together."""
         self._averager.restore_debiased()
@@ -364,6 +368,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         self._begin_new_step()
         return result
 
+    @concise
     def algorithm_state_dict(self) -> dict[str, Any]:
         """Return a copy of the algorithm's state beyond the module; all ranks call it together.
 
@@ -371,6 +376,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         """
         return seal(self._collect_state())
 
+    @concise
     def load_algorithm_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from what ``algorithm_state_dict`` returned; all ranks must call it together.
 
