@@ -292,14 +292,14 @@ TRACED: dict[str, int] = {  # goals of what ``hops.py`` counts, in half a minute
 # its own, such as a new algorithm, or a fault that was mended, may raise the lines, by its own. The
 # length of a file is counted, without a limit: short files made layers.
 LIMITS = {
-    "lines of the package": 45_191,
-    "lines of its checks and raises": 3_094,
-    "lines of comm": 2_059,  # of which p2p.py was in gossip and sequence
+    "lines of the package": 45_274,
+    "lines of its checks and raises": 3_089,
+    "lines of comm": 2_115,  # of which p2p.py was in gossip and sequence
     "exports of comm": 25,
     "lines of comm and training that one trainer uses": 0,
     "steps, counts and places copied onto another object": 0,
     "files with such copies": 0,
-    "attributes set on another object": 57,
+    "attributes set on another object": 58,
     "classes above 300 lines": 2,
     "members of ModelAverager": 17,
     "methods that only forward": 28,

@@ -119,12 +119,8 @@ def _cause_of(error: BaseException) -> BaseException | None:
         return None
     if _is_own(cause) and str(cause) in str(error):
         return None
-    if _is_own(cause):
-        cause.__traceback__ = None
-    else:
-        cause.__traceback__ = _users_part(cause.__traceback__)
     cause.__cause__ = _cause_of(cause)
-    return cause
+    return cause.with_traceback(None if _is_own(cause) else _users_part(cause.__traceback__))
 
 
 def _users_part(traceback: TracebackType | None) -> TracebackType | None:

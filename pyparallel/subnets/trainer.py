@@ -251,7 +251,6 @@ class SubnetTrainer(Trainer):
         with self.full_model() as module:
             return full_state(module, self._run)
 
-    @concise
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of a checkpoint; every rank saves its own, between two steps.
 
