@@ -293,13 +293,13 @@ TRACED: dict[str, int] = {  # goals of what ``hops.py`` counts, in half a minute
 # length of a file is counted, without a limit: short files made layers.
 LIMITS = {
     "lines of the package": 44_927,
-    "lines of its checks and raises": 3_091,
+    "lines of its checks and raises": 3_089,
     "lines of comm": 1_903,  # of which p2p.py was in gossip and sequence
     "exports of comm": 25,
     "lines of comm and training that one trainer uses": 0,
     "steps, counts and places copied onto another object": 0,
     "files with such copies": 0,
-    "attributes set on another object": 57,
+    "attributes set on another object": 58,
     "classes above 300 lines": 2,
     "members of ModelAverager": 17,
     "methods that only forward": 28,

@@ -1,6 +1,5 @@
 """Collectives of one process group, with their bytes counted and errors that name rank and step."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -159,13 +158,11 @@ class Collectives:
     def _run(
         self, name: str, collective: Callable[..., Any], *arguments: Any, **options: Any
     ) -> None:
-        begin = time.perf_counter()
         try:
-            collective(*arguments, group=self.run.group, **options)
+            with self.run.waiting(self.stats):
+                collective(*arguments, group=self.run.group, **options)
         except RuntimeError as error:
             raise self.run.error(f"the {name} failed", error) from error
-        finally:
-            self.stats.waiting_seconds += time.perf_counter() - begin
 
 
 def int64_on(device: torch.device, numbers: Sequence[int]) -> Tensor:

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .counts import ANY, MASS, NUM_FIELDS, Call, describe_call, to_device
-from .errors import PeerError
+from .errors import PeerError, name_ranks
 from .failures import peer_error
 from .process_groups import device_of
 from .store import store_of
+from .waiting import Waiting
 
 # torch before 2.13 has the second name.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -135,7 +136,8 @@ def gather_json(
         )
 
     try:
-        rows = gather_rows(row_of_call(call, [len(encoded)], device), process_group).tolist()
+        with Waiting(process_group):
+            rows = gather_rows(row_of_call(call, [len(encoded)], device), process_group).tolist()
         check_same_call(rows, {call}, process_group)
         lengths = [row[MASS + 1] for row in rows]
         for peer, length in enumerate(lengths):
@@ -188,21 +190,9 @@ def error_of(problems: Mapping[int, str | TypeError]) -> DisagreementError:
     ranks_of: dict[str, list[int]] = {}
     for rank, problem in problems.items():
         ranks_of.setdefault(str(problem), []).append(rank)
-    text = "; ".join(f"{_name(ranks)}: {sentence}" for sentence, ranks in ranks_of.items())
+    text = "; ".join(f"{name_ranks(ranks)}: {sentence}" for sentence, ranks in ranks_of.items())
     are_types = all(isinstance(problem, TypeError) for problem in problems.values())
     return ArgumentTypeError(text) if are_types else DisagreementError(text)
-
-
-def _name(ranks: Sequence[int]) -> str:
-    """Return "rank 3" or "ranks 0-2, 5" for ascending ranks."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    names = ", ".join("-".join(map(str, run)) for run in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
 
 def first_difference(

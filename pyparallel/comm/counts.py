@@ -103,6 +103,13 @@ class StepCounts:
         finally:
             self.synchronizes = before
 
+    def describe(self, call: str) -> str:
+        """Return a call with its step: "step 7", or "flush() after 6 steps"."""
+        if self.steps == ANY:
+            return call
+        after = f"after {self.steps} step{'s' * (self.steps != 1)}"
+        return f"step {self.steps}" if call == "step" else f"{call} {after}"
+
     def reset(self, steps: int = 0, *, are_compared: bool = True) -> None:
         """Count from here again: all ranks do so together."""
         self.steps, self.repeats, self.forwards, self.are_compared = steps, 0, 0, are_compared

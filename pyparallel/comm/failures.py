@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import PeerError
+from .errors import SAME_CALLS, PeerError, find_call
 from .profiling import post
 from .reports import DIED, SILENT, Report, Reports
 from .store import timeout_of
@@ -44,6 +44,7 @@ def peer_error(
     what: str,
     error: RuntimeError,
     *,
+    call: str | None = None,
     reports: "Reports | None" = None,
     suspects: Iterable[int] | None = None,
     otherwise: str = "ended without this call",
@@ -53,9 +54,10 @@ def peer_error(
 
     Waits up to a fourth of the group's timeout, at most 5 s, for the reports of other ranks.
 
-    ``place`` is of this rank, and ``what`` happened, such as "the all-reduce failed". ``reports``
-    are shared with the ranks that fail together, ``suspects`` the global ranks that this one waited
-    for (None: all of the group), and ``otherwise`` is what else may have closed a connection.
+    ``place`` is of this rank, ``what`` happened, such as "the all-reduce failed", and ``call`` is
+    the user's, None: as ``find_call`` finds it. ``reports`` are shared with the ranks that fail
+    together, ``suspects`` the global ranks that this one waited for (None: all of the group), and
+    ``otherwise`` is what else may have closed a connection.
     ``closes`` the connections of the group, so that ranks which wait for this one end too.
     """
     if isinstance(error, PeerError):
@@ -63,7 +65,7 @@ def peer_error(
     group: Any = process_group or dist.group.WORLD
     me, members = dist.get_rank(), dist.get_process_group_ranks(group)
     waited_for = sorted({*(members if suspects is None else suspects)} - {me})
-    own = Report(place, waited_for)
+    own = Report(place, waited_for, call or find_call())
     quoted = quote(error)
     reports = reports or Reports(group)
     refused = _refused(str(error))
@@ -81,7 +83,7 @@ def peer_error(
         reports.wait_for_readers(found)
     silent = f"did not respond within the process group's timeout of {timeout:g} s"
     text = _describe(found, me, silent, otherwise)
-    fix = _OF_LINKS if silent in text else ""
+    fix = _OF_LINKS if silent in text and SAME_CALLS not in text else ""
     found_out = PeerError(f"{own.place}: {what}: {text} ({quoted}){fix}")
     return _with(found_out, found, silent, otherwise)
 
@@ -112,7 +114,8 @@ def _with(error: PeerError, found: Report, silent: str = "", otherwise: str = ""
 def _describe(found: Report, me: int, silent: str, otherwise: str) -> str:
     """Return what the failed ranks have done; of ranks that wait for each other, their places."""
     if not found.failed:
-        return f"{_names(found.waited_for)} {silent}{found.how}"
+        how = f"; {found.how}" if found.how else ""
+        return f"{_names(found.waited_for)} {silent}{how}"
     names = "this rank" if list(found.failed) == [me] else _names(found.failed)
     return f"{names} {_describe_how(found, silent, otherwise)}"
 

@@ -1,6 +1,5 @@
 """Point-to-point messages in one process group: sends and receives that are started together."""
 
-import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -72,7 +71,6 @@ class Pending:
         On NCCL this makes the current stream wait and returns at once; on gloo the host waits. A
         second call on the same stream does nothing.
         """
-        begin = time.perf_counter()
         is_batch = len(self.works) < len(self.transfers)  # whose messages have no works
         for index, work in enumerate(self.works):
             is_due = kind is None or is_batch or (
@@ -81,7 +79,8 @@ class Pending:
             if not is_due or index in self._arrived:
                 continue
             try:
-                work.wait(*self.timeout)
+                with self.p2p.run.waiting(self.p2p.stats):
+                    work.wait(*self.timeout)
             except RuntimeError as error:
                 self.keep()
                 failed, num_received = self.transfers, self.num_received
@@ -89,7 +88,6 @@ class Pending:
                     failed, num_received = failed[index : index + 1], int(index < num_received)
                 raise self.p2p.peer_error(failed, num_received, error) from error
             self._arrived.add(index)
-        self.p2p.stats.count_wait(time.perf_counter() - begin)
 
     def keep(self) -> None:
         """Keep the tensors: messages that nobody waits for may still arrive in them."""

@@ -51,14 +51,14 @@ def _destroy_gloo_group() -> None:  # of a script that never calls destroy_proce
         dist.destroy_process_group()
 
 
-def warn_if_alone() -> None:
-    """Warn at the line that creates a trainer: a launched process has no process group."""
+def warn_if_alone(stacklevel: int = 4) -> None:
+    """Warn at the user's line: a process that torchrun has started has no process group."""
     num_processes = os.environ.get("WORLD_SIZE", "")
     if num_processes.isdecimal() and int(num_processes) > 1 and not dist.is_initialized():
         warnings.warn(
             f"torchrun started {num_processes} processes, but no process group is initialized, so "
             "this process trains alone; call torch.distributed.init_process_group first",
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
 
 
@@ -81,7 +81,12 @@ def create_group(
     parent: Any = process_group or dist.group.WORLD
     _check_split(parent)
     ranks = [dist.get_global_rank(parent, member) for member in members]
-    backend = backend or dist.get_backend_config(parent)
+    if backend is None:
+        # As "cpu:gloo,cuda:gloo" a group would have no default backend for torch where a plugin is
+        # loaded, and each would print a warning when it is destroyed.
+        config = dist.get_backend_config(parent)
+        names = {each.rpartition(":")[2] for each in config.split(",")}
+        backend = config if len(names) > 1 else names.pop()
     _announce()
     timeout, is_nccl = timeout or timeout_of(parent), "nccl" in backend
     options: Any = None

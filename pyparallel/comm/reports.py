@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .errors import PeerError
+from .errors import PeerError, compare_calls
 from .store import store_of, timeout_of
 
 _CLOSED_SECONDS = 1.0  # for the report of a rank whose connection is closed: it may be alive
@@ -25,9 +25,10 @@ class Report:
 
     place: str  # its rank, trainer and step
     waited_for: Sequence[int]  # global ranks
+    call: str  # of the user, with its step
     failed: Sequence[int] = ()  # global ranks that it has found to have failed
-    # "died" or "silent"; or the error of a rank whose own call was at fault; or the places of ranks
-    # that wait for each other.
+    # "died" or "silent"; or the error of a rank whose own call was at fault; or the calls of ranks
+    # that wait for each other; or why nothing is known.
     how: str = ""
 
 
@@ -43,7 +44,7 @@ class Reports:
     def publish(self, report: Report) -> None:
         """Let the other ranks read this rank's report."""
         self._store.set(f"{self._prefix}/{self._me}", json.dumps(asdict(report)))
-        self._store.set(f"waiting/{self._me}", json.dumps([self._prefix, report.place]))
+        self._store.set(f"waiting/{self._me}", json.dumps([self._prefix, report.call]))
 
     def find_failed(self, own: Report, closed: set[int], seconds: float) -> Report:
         """Publish this rank's report; return it with the ranks that failed, or none if all wait."""
@@ -62,7 +63,7 @@ class Reports:
                 return replace(own, failed=[self._store.host_rank], how=how)
             if closed:
                 return replace(own, failed=sorted(closed & {*own.waited_for} or closed), how=how)
-            return replace(own, how=f"; {error}")
+            return replace(own, how=str(error))
         return found
 
     def _find_failed(self, own: Report, closed: set[int], seconds: float) -> Report:
@@ -76,13 +77,13 @@ class Reports:
             waited = time.monotonic() - begin
             if missing & closed and waited > min(seconds, _CLOSED_SECONDS):
                 return replace(own, failed=sorted(missing & closed), how=DIED)
-            places = {rank: report.place for rank, report in reports.items() if rank != self._me}
-            places |= self._places_elsewhere(missing - closed)
-            if not missing - places.keys():
-                where = "; ".join(places[rank] for rank in sorted(places))
-                return replace(own, how=f"; waiting likewise: {where}" if where else "")
+            calls = {rank: report.call for rank, report in reports.items()}
+            if waited > min(seconds, _CLOSED_SECONDS):  # it may be left from an earlier failure
+                calls |= self._calls_elsewhere(missing - closed)
+            if not missing - calls.keys():
+                return replace(own, how=compare_calls(calls) if len(calls) > 1 else "")
             if waited > seconds:
-                return replace(own, failed=sorted(missing - places.keys()), how=SILENT)
+                return replace(own, failed=sorted(missing - calls.keys()), how=SILENT)
             time.sleep(_POLL_SECONDS)
 
     def wait_for_readers(self, found: Report) -> None:
@@ -129,10 +130,10 @@ class Reports:
         }
         return {rank: Report(**json.loads(text)) for rank, text in texts.items() if text}
 
-    def _places_elsewhere(self, ranks: Iterable[int]) -> dict[int, str]:
+    def _calls_elsewhere(self, ranks: Iterable[int]) -> dict[int, str]:
         texts = {rank: self._store.get(f"waiting/{rank}") for rank in ranks}
         found = {rank: json.loads(text) for rank, text in texts.items() if text}
-        return {rank: place for rank, (prefix, place) in found.items() if prefix != self._prefix}
+        return {rank: call for rank, (prefix, call) in found.items() if prefix != self._prefix}
 
 
 def _missing_of(rank: int, reports: Mapping[int, Report]) -> set[int]:

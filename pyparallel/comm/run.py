@@ -26,11 +26,12 @@ from .counts import (
     format_number,
     make_row,
 )
-from .errors import PeerError, place_of
+from .errors import PeerError, find_call, place_of
 from .failures import disconnect, is_of_backend, peer_error, quote
 from .process_groups import create_group, device_of, give_back
 from .reports import Reports
 from .stats import CommStats
+from .waiting import Waiting
 
 
 class Run:
@@ -196,6 +197,14 @@ class Run:
         numbers = {each.trainer for each in Run._open}
         return place_of(self.rank, step, self.trainer if len(numbers) > 1 else None)
 
+    def describe_call(self, call: str) -> str:
+        """Return a call with its step, and with its trainer if the process has several."""
+        return " of".join([self.counts.describe(call), *self.place(None).split(",")[1:]])
+
+    def waiting(self, stats: CommStats | None = None) -> Waiting:
+        """Return a context for waits, whose seconds count in ``stats``; a long one warns."""
+        return Waiting(self._group, self.describe_call, stats)
+
     def global_rank(self, rank: int) -> int:
         """Return the global rank of a rank of the group."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
@@ -216,15 +225,9 @@ class Run:
             disconnect(self.group)
             return PeerError(f"{place}: {what} ({quote(cause)})")
         return peer_error(
-            self.group,
-            place,
-            what,
-            cause,
-            reports=self.reports(),
-            suspects=suspects,
-            otherwise=otherwise,
-            closes=closes,
-        )
+            self.group, place, what, cause, call=self.describe_call(find_call()),
+            reports=self.reports(), suspects=suspects, otherwise=otherwise, closes=closes,
+        )  # fmt: skip
 
     def reports(self) -> Reports:
         """Return the reports of the trainer's ranks that fail together."""
@@ -255,10 +258,8 @@ class Run:
 
     def barrier(self) -> None:
         """Return once all ranks of the group have called it; with NCCL once it is queued."""
-        try:
+        with self.raising("not all ranks reached the barrier"), self.waiting():
             dist.all_reduce(torch.zeros(1, device=device_of(self.group)), group=self.group)
-        except RuntimeError as error:
-            raise self.error("not all ranks reached the barrier", error) from error
 
     def fields(
         self, round_index: int = ANY, length: int = 0, *, has_counts: bool = True
@@ -278,10 +279,8 @@ class Run:
         """Raise on all ranks if one has skipped or repeated a step, before it is waited for."""
         if self.size == 1:
             return
-        try:
+        with self.raising("the all-gather failed"), self.waiting():
             rows = gather_rows(self.row(device), self.group)
-        except RuntimeError as error:
-            raise self.error("the all-gather failed", error) from error
         self.compare_all(rows.tolist())
 
     def compare_all(self, rows: Sequence[Sequence[float]]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import training
-from ..comm import first_difference
+from ..comm import concise, first_difference
 from ..training.averager import as_optimizers
 from ..training.shards import describe_shard, like, locals_of
 from .trainer import GossipDataParallel
@@ -75,6 +75,7 @@ class GossipState:
         for _, shard in describe_shard(model.module):
             self._key += f"-shard-{shard.replace(' ', '-')}"
 
+    @concise
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of this rank's state under this rank's key, in the memory of the CPU."""
         values: dict[str, Any] = {
@@ -86,6 +87,7 @@ class GossipState:
         }
         return {self._key: RankState(training.seal(values))}
 
+    @concise
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from what ``state_dict`` returned; all ranks call it together.
 

@@ -1,6 +1,5 @@
 """``join()``: a rank without batches takes part in the rounds of those that still train."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -139,9 +138,8 @@ class JoinedRounds(Joinable):
         with self._run.raising(_NOTIFYING):
             work: dist.Work | None = Join.notify_join_context(joinable)
             if work is not None:
-                begin = time.perf_counter()
-                work.wait()
-                self._run.stats.count_wait(time.perf_counter() - begin)
+                with self._run.waiting(self._run.stats):
+                    work.wait()
         return work
 
     def _tell(self, *, calls: bool, ran_out: bool) -> Tensor:

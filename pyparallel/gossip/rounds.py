@@ -59,7 +59,7 @@ class SteppedRounds:
                 f"{type(optimizer).__name__} may evaluate its closure several times in a step, or "
                 "at other parameters, so messages are received before the first evaluation: "
                 "overlap hides nothing; call backward() and then step() without a closure",
-                stacklevel=6,  # the user's optimizer.step(closure)
+                stacklevel=7,  # the user's optimizer.step(closure)
             )
         self._take(averager.before_step)
         if not has_gradients:  # the optimizer may copy the parameters first

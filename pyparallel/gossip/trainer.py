@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..comm import Collectives, StepCounts
+from ..comm import Collectives, StepCounts, concise
 from ..optim import FusedOptimizer
 from ..optim.finite_steps import FiniteSteps
 from ..training import Algorithm, ModelAverager, Place, check_format, consensus, seal, shards
@@ -81,6 +81,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
     _copy_instead = "copy its .module"
     _in_consensus = False
 
+    @concise
     def __init__(
         self,
         module: nn.Module,
@@ -311,6 +312,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
                 self._in_consensus = False
                 shards.reshard(self._sharded)
 
+    @concise
     def full_state_dict(self) -> dict[str, Any]:
         """Return the state of ``consensus()``, as the plain module has it; all ranks call it.
 
@@ -319,6 +321,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         with self.consensus() as module:
             return full_state(module, self._run)
 
+    @concise
     def consensus_distance(self) -> float:
         """Return the root mean square over ranks of ``||z_i - average||_2``.
 
@@ -330,6 +333,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         averages = consensus.average(*self._averager.as_merged(), collectives)
         return consensus.distance(self._buckets.buffers, averages, collectives)
 
+    @concise
     def flush(self) -> None:
         """Complete all communication in flight, after the last step, on all ranks together."""
         self._averager.restore_debiased()
@@ -362,6 +366,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         self._begin_new_step()
         return result
 
+    @concise
     def algorithm_state_dict(self) -> dict[str, Any]:
         """Return a copy of the algorithm's state beyond the module; all ranks call it together.
 
@@ -369,6 +374,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         """
         return seal(self._collect_state())
 
+    @concise
     def load_algorithm_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from what ``algorithm_state_dict`` returned; all ranks must call it together.
 

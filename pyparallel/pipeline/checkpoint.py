@@ -84,5 +84,5 @@ def _warn_if_half_updated(state: Mapping[str, Any]) -> None:
             "changed a part of its weights and of its optimizer's state: load an earlier "
             "checkpoint if that matters",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=5,
         )

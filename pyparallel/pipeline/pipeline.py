@@ -286,6 +286,7 @@ class Pipeline:
     def _in_call(self, *, trains: bool = False) -> Iterator[None]:
         """Record errors, and let stages draw random numbers of their own."""
         generators = self.built.executor.generators
+        self.built.p2p.begin_call()
         with self.errors.recording(), generators.of_call(self._run.counts.steps, trains=trains):
             yield
 

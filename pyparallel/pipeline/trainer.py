@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from ..comm import Run, warn_if_alone
+from ..comm import Run, concise, warn_if_alone
 from ..comm.errors import place_of
 from ..compression import Compressor
 from ..training import Algorithm
@@ -110,6 +110,7 @@ class PipelineTrainer(Trainer):
 
     _copy_instead = "save its state_dict(), or copy its layers"
 
+    @concise
     def __init__(
         self,
         layers: Any,
@@ -245,6 +246,7 @@ class PipelineTrainer(Trainer):
         if self._run.group_rank == 0:
             export_chrome_trace(gathered, path)
 
+    @concise
     def step(
         self,
         *args: Any,
@@ -305,6 +307,7 @@ class PipelineTrainer(Trainer):
         self._loss = pipeline.train(splitter)
         return self._loss
 
+    @concise
     def flush(self) -> None:
         """Run all pending backwards and updates; weight versions then start at 0 again.
 
@@ -339,6 +342,7 @@ class PipelineTrainer(Trainer):
         with self._built_pipeline("consensus()").consensus():
             yield
 
+    @concise
     def evaluate(
         self,
         *args: Any,
@@ -360,6 +364,7 @@ class PipelineTrainer(Trainer):
         splitter = self._split_batch(*batch)
         return self._build_for(splitter).evaluate(splitter)
 
+    @concise
     def predict(
         self,
         *args: Any,
@@ -385,6 +390,7 @@ class PipelineTrainer(Trainer):
         concatenates = arg_mbs is None and kwarg_mbs is None
         return self._build_for(splitter).predict(splitter, concatenates=concatenates)
 
+    @concise
     def prepare(
         self,
         *args: Any,
@@ -412,6 +418,7 @@ class PipelineTrainer(Trainer):
             self._pipeline.check_empty("state_dict()")
         return save_stages(self.stages, self._run.counts.steps, self._seed)
 
+    @concise
     def rescue_state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's stages after a failure, for a new trainer to load.
 
@@ -423,6 +430,7 @@ class PipelineTrainer(Trainer):
         pipeline = self._built_pipeline("rescue_state_dict()")
         return rescue_stages(pipeline.stages, self._run.counts.steps, self._seed)
 
+    @concise
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned on this rank; all ranks call it together.
 
@@ -437,6 +445,7 @@ class PipelineTrainer(Trainer):
         run = self._run if self._replicas is None else self._replicas.run
         pipeline.load(*load_stages(pipeline.stages, state, run))
 
+    @concise
     def full_state_dict(self) -> dict[str, Any]:
         """Return the state dict of the whole model, with its own keys; all ranks call it together.
 
@@ -475,6 +484,7 @@ class PipelineTrainer(Trainer):
             return {}
         return sharded_state(stages, self._run.counts.steps, self._seed)
 
+    @concise
     def load_checkpoint(self, checkpoint_id: str | os.PathLike[str]) -> None:
         """Load a folder that ``torch.distributed.checkpoint`` has saved of ``sharded_state_dict``.
 

@@ -160,7 +160,7 @@ def ring_attention(
         ValueError: ``group`` does not contain this rank.
         PeerError: a rank died, or did not make the call, or its backward, within the timeout.
     """
-    warn_if_alone()
+    warn_if_alone(stacklevel=3)
     is_group = group is None or isinstance(group, dist.ProcessGroup)
     rule, fix = "group must be a process group with this rank", "call this on its ranks only"
     require(is_group and (group is None or dist.get_rank(group) >= 0), rule, group, fix)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..comm import Call, Collectives, Run, warn_if_alone
+from ..comm import Call, Collectives, Run, concise, warn_if_alone
 from ..optim.finite_steps import FiniteSteps
 from ..training import load_copy, seal, uncompiled
 from ..training.full_state import full_state
@@ -74,6 +74,7 @@ class SubnetTrainer(Trainer):
 
     _copy_instead = "save its state_dict(), or copy the model inside full_model()"
 
+    @concise
     def __init__(
         self,
         module: nn.Module,
@@ -201,6 +202,7 @@ class SubnetTrainer(Trainer):
         }
 
     # In inference mode, optimizer state would be created that later steps could not write.
+    @concise
     @torch.inference_mode(mode=False)
     def flush(self) -> None:
         """Merge the steps since the last merge and assign units again; all ranks call it.
@@ -240,6 +242,7 @@ class SubnetTrainer(Trainer):
             release(parameters)
             self._is_gathered = False
 
+    @concise
     def full_state_dict(self) -> dict[str, Any]:
         """Return the full model's state, as the plain module has it; all ranks call it together.
 
@@ -269,6 +272,7 @@ class SubnetTrainer(Trainer):
             "optimizer": self.optimizer.state_dict(),
         }
 
+    @concise
     @torch.inference_mode(mode=False)
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume bit for bit from ``state_dict``; all ranks call it together.

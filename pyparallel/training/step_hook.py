@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.optim import ASGD, LBFGS, Adafactor, Optimizer
 
+from ..comm import concise
 from .averager import JoinedOptimizers
 from .checkpointing import is_creating_state
 
@@ -93,6 +94,7 @@ class StepHook:
         for hook in self._hooks:
             hook.remove()
 
+    @concise
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if is_creating_state():
             return None
@@ -118,6 +120,7 @@ class StepHook:
             return args, {**kwargs, "closure": tracked}
         return (args[0], tracked, *args[2:]), kwargs
 
+    @concise
     def _begin_update(self, *_: Any) -> None:
         if self._is_update_due:
             self._is_update_due = False
@@ -128,6 +131,7 @@ class StepHook:
                 self._depth = 0
                 raise
 
+    @concise
     def _end_update(self, *_: Any) -> None:
         if self._depth == 1 and not is_creating_state():
             self._after_update()
@@ -153,6 +157,7 @@ class StepHook:
         finally:
             self._num_closures -= 1
 
+    @concise
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if is_creating_state():
             return

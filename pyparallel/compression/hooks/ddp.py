@@ -8,7 +8,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # an imp
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ...comm import Run, StepCounts
+from ...comm import Run, StepCounts, concise
 from ...comm.errors import NonFiniteError, PeerError
 from ...comm.profiling import profiled
 from ...comm.stats import CommStats
@@ -78,6 +78,7 @@ class GradientCompression:
         """Return the state of this rank as `StateStore.state_dict`; call it between steps."""
         return self._store.state_dict()
 
+    @concise
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state as `StateStore.load_state_dict`; all ranks call it between steps.
 
@@ -181,6 +182,7 @@ class GradientCompression:
         return self._names[id(parameter)]
 
 
+@concise
 def compress_ddp(
     ddp: DistributedDataParallel,
     compressor: Compressor,

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ...comm import check_consistent_across_ranks
+from ...comm import check_consistent_across_ranks, concise
 from ...comm.stats import CommStats
 from ...training import check_on_all_ranks, plain_name, summarize
 from ...training.arguments import raise_problem, require
@@ -102,6 +102,7 @@ class FSDPCompression:
             for place, modules in self._places.items()
         }
 
+    @concise
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a ``state_dict`` of this rank between steps, to resume bit for bit; all call it.
 
@@ -136,6 +137,7 @@ class FSDPCompression:
         self._num_steps += 1
 
 
+@concise
 def compress_fsdp(
     model: nn.Module,
     *,

@@ -133,7 +133,7 @@ class AllReduceAverager(ModelAverager):
                 "gradients must come from a forward of the trainer for AllReduce() to average "
                 "them, got those of the bare module, which stay this rank's own: call the "
                 "GossipDataParallel in place of the module",
-                stacklevel=8,  # the user's optimizer.step()
+                stacklevel=9,  # the user's optimizer.step()
             )
         if found > 1:
             raise RuntimeError(

@@ -1,7 +1,6 @@
 """Hierarchical gossip on one rank: each rank of a node gossips its shard of the parameters."""
 
 import copy
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -163,10 +162,9 @@ class NodeAverager(ModelAverager):
                 for local_rank, shard in enumerate(shards)
                 for buffer in shard.buffers
             ]
-            begin = time.perf_counter()
-            for work in works:
-                work.wait()
-            self.run.stats.count_wait(time.perf_counter() - begin)
+            with self.run.waiting(self.run.stats):
+                for work in works:
+                    work.wait()
 
 
 def node_of(rank: int, ranks_per_node: int) -> range:

@@ -1,6 +1,5 @@
 """Averages over all ranks or over pairs, which may travel beside the training."""
 
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -148,9 +147,8 @@ class AllRanks:
         return wait
 
     def _wait(self, future: Future[Tensor], stats: CommStats) -> None:
-        begin = time.perf_counter()
-        future.wait()
-        self._run.stats.count_wait(time.perf_counter() - begin)
+        with self._run.waiting(self._run.stats):
+            future.wait()
         self._run.stats.count_bytes(stats.wire_bytes)
         self.hidden_seconds += stats.waiting_seconds
 

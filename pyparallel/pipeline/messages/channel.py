@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...comm.errors import PeerError, RemoteError
+from ...comm.errors import PeerError, RemoteError, compare_calls, find_call
 from ...comm.p2p import keep
 from ...comm.profiling import post
 from ...comm.store import timeout_of
@@ -29,6 +29,7 @@ from .format import (
     describe,
     has_arrived,
     new_header,
+    read_call,
     read_header,
 )
 from .groups import P2PGroups
@@ -102,6 +103,7 @@ class Channel:
         via_host: bool = False,
         batch: BatchMeta = NO_BATCH,
         loss: float = math.nan,
+        call: bytes = b"",
     ) -> None:
         """Send a value asynchronously; it must not be written to until it is delivered.
 
@@ -114,7 +116,7 @@ class Channel:
         via_host = not self._has_tags and (via_host or not is_nccl)
         header = Header(
             stream, number, self._num_received, describe(value), is_single, None, via_host, refusal,
-            batch, loss,
+            batch, loss, call,
         )  # fmt: skip
         length = header.num_bytes
         if length <= self._rooms_sent[0]:
@@ -162,10 +164,7 @@ class Channel:
             self._broken = True
             raise self._remote_error(header.failure)
         if header.stream != stream:
-            raise PeerError(
-                f"rank {self.peer} sent a message of stream {header.stream} where {stream} was "
-                "expected: do all ranks make the same calls, with the same schedule?"
-            )
+            raise self._wrong_stream(header.stream, stream, read_call(posted))
         length = header.num_bytes
         value: Value | Refusal
         if header.refusal is not None:
@@ -292,6 +291,16 @@ class Channel:
             return function(*arguments)
         except RuntimeError as error:
             raise self._peer_error(error) from error
+
+    def _wrong_stream(self, sent: int, expected: int, call: str) -> PeerError:
+        run = self._run
+        calls = {run.global_rank(self.peer): call, run.rank: run.describe_call(find_call())}
+        if call not in ("", calls[run.rank]):
+            return PeerError(compare_calls(calls))
+        return PeerError(
+            f"rank {self.peer} sent a message of stream {sent} where {expected} was expected: do "
+            "all ranks have the same schedule?"
+        )
 
     def _remote_error(self, reason: str) -> RemoteError:
         return RemoteError(reason or f"rank {self.peer} failed and gave no reason")

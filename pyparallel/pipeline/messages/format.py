@@ -29,6 +29,7 @@ _CHECKSUM = 5  # the index of the CRC-32 of all other words
 _BATCH = 6  # of the batch's four words
 _LOSS = 10  # a float64
 _BEGIN = 11  # of what describes the tensors, or of the error
+_CALL = HEADER_WORDS - 6  # of the sender's call, up to the end
 _ALIGNMENT_BYTES = 64
 _ONE_TENSOR = 3  # the count of a value that is a tensor and not a tuple
 _FAILURE = -1  # in place of a count, as are -2 - kind of a refusal
@@ -92,6 +93,7 @@ class Header:
     refusal: Refusal | None = None
     batch: BatchMeta = NO_BATCH
     loss: float = field(default=math.nan, compare=False)  # the newest that the sender knows
+    call: bytes = b""  # of the sender's user, for the receiver's error: see ``read_call``
 
     @property
     def num_bytes(self) -> int:
@@ -112,10 +114,11 @@ class Header:
             require(meta.dtype in _DTYPES, "tensors to send must be of a plain dtype", meta.dtype)
             words.extend((_DTYPES.index(meta.dtype), meta.differentiable, len(meta.shape)))
             words.extend(meta.shape)
-        rule = f"a value to send must have at most about {HEADER_WORDS // 6} tensors"
-        require(len(words) <= HEADER_WORDS, rule, len(self.tensors))
-        rest = HEADER_BYTES - 8 * len(words)
+        rule = f"a value to send must have at most about {_CALL // 6} tensors"
+        require(len(words) <= _CALL, rule, len(self.tensors))
+        rest, of_call = 8 * (_CALL - len(words)), HEADER_BYTES - 8 * _CALL
         words.frombytes((text or "").encode()[:rest].ljust(rest, b"\0"))
+        words.frombytes(self.call[:of_call].ljust(of_call, b"\0"))
         words[_CHECKSUM] = zlib.crc32(words)
         tensor = new_header(capacity)
         ctypes.memmove(tensor.data_ptr(), words.buffer_info()[0], HEADER_BYTES)
@@ -124,7 +127,13 @@ class Header:
 
 def cut_failure(text: str) -> str:
     """Return what a receiver reads of a failure's text: as much as a header has room for."""
-    return text.encode()[: HEADER_BYTES - 8 * _BEGIN].decode(errors="ignore")
+    return text.encode()[: 8 * (_CALL - _BEGIN)].decode(errors="ignore")
+
+
+def read_call(tensor: Tensor) -> str:
+    """Return the call that the sender of a header was in."""
+    words = ctypes.string_at(tensor.data_ptr() + 8 * _CALL, HEADER_BYTES - 8 * _CALL)
+    return words.rstrip(b"\0").decode(errors="replace")
 
 
 def new_header(capacity: int = 0) -> Tensor:
@@ -150,7 +159,7 @@ def read_header(tensor: Tensor) -> Header:
     target, loss = struct.unpack("2d", words[_LOSS - 1 : _BEGIN])
     batch = BatchMeta(samples, total, bool(has_short_form), target)
     if _FAILURE - len(RefusalKind) <= count <= _FAILURE:
-        text = words[_BEGIN:].tobytes().rstrip(b"\0").decode(errors="ignore")
+        text = words[_BEGIN:_CALL].tobytes().rstrip(b"\0").decode(errors="ignore")
         if count == _FAILURE:
             return Header(stream, number, received, failure=text)
         refusal = Refusal(RefusalKind(_FAILURE - 1 - count), text)
@@ -164,7 +173,7 @@ def read_header(tensor: Tensor) -> Header:
         raise ValueError(f"a count of {count} and a place of {via_host}")
     tensors, at = [], _BEGIN
     for _ in range(count // 2):
-        tensors.append(_read_meta(words[at:]))
+        tensors.append(_read_meta(words[at:_CALL]))
         at += 3 + len(tensors[-1].shape)
     header = Header(
         stream, number, received, tuple(tensors), is_single, None, bool(via_host), None, batch, loss

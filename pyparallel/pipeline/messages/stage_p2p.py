@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ...comm import PeerError
+from ...comm.errors import find_call
 from ...compression import CorruptMessageError
 from ..schedules.action import Action
 from ..schedules.shape import PipelineShape
@@ -49,6 +50,7 @@ class StageP2P:
         self._codecs = {kind: codec for kind, codec in codecs.items() if codec is not None}
         self._rank = 0 if groups is None else groups.rank
         self._is_last = self._rank == shape.num_ranks - 1  # the one with the losses
+        self._call = b""  # of the user
         self._num_updates = 0
         self._sent = set[object]()  # streams and shapes
         self._newest = 0  # updates before the newest of them
@@ -128,8 +130,14 @@ class StageP2P:
         channel = self._channels[peer]
         via_host = self._is_nccl and self._goes_via_host(endpoint.stream, value)
         channel.send(
-            endpoint.stream, number, value, via_host=via_host, batch=batch, loss=self._loss
-        )
+            endpoint.stream, number, value, via_host=via_host, batch=batch, loss=self._loss,
+            call=self._call,
+        )  # fmt: skip
+
+    def begin_call(self) -> None:
+        """Tell the ranks that receive the next messages which call of the user sends them."""
+        if self._run is not None:
+            self._call = self._run.describe_call(find_call()).encode()
 
     def count_update(self) -> None:
         """Count an update of a stage of this rank."""
@@ -188,7 +196,7 @@ class StageP2P:
         for channel in channels:
             channel.expect([_BARRIER_STREAM] if one_or_two else [_BARRIER_STREAM, _BARRIER_STREAM])
         for channel in channels:  # first, so that a rank in another call finds it out
-            channel.send(_BARRIER_STREAM, 0, refusal or (), loss=loss)
+            channel.send(_BARRIER_STREAM, 0, refusal or (), loss=loss, call=self._call)
         told = refusal, loss
         for channel in channels:
             told = self._recv_barrier(channel, *told)
@@ -247,7 +255,9 @@ class StageP2P:
         Its value is kept until it is asked for.
         """
         begin = time.perf_counter()
-        message = channel.recv()
+        assert self._run is not None
+        with self._run.waiting():
+            message = channel.recv()
         self.waited[kind] += time.perf_counter() - begin
         key, value = (message.stream, message.number), message.value
         if message.stream == _BARRIER_STREAM:
