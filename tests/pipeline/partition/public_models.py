@@ -60,6 +60,7 @@ def build_mistral(**options):
 
 
 LANGUAGE_MODELS = {"GPT-2": build_gpt2, "Llama": build_llama}
+WITH_WINDOWS = {"Qwen2": build_qwen2, "Mistral": build_mistral}
 
 
 def build_ids(samples=4):
