@@ -2,7 +2,9 @@
 
 import copy
 import inspect
+import re
 from functools import cache, partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -103,6 +105,13 @@ def test_layers_compute_what_each_family_computes(name, subtests):
             torch.testing.assert_close(
                 gradients_of(model, found), gradients_of(model, wanted), rtol=0, atol=0
             )
+
+
+def test_the_page_lists_every_family():
+    page = Path("docs/how_to/hugging_face.md").read_text()
+    for name in TRANSFORMERS:
+        family = name.split(".")[1].partition("For")[0]
+        assert re.search(rf"\b{family}(For\w+)?\b", page), name
 
 
 def call_both(model, layers, *args, **kwargs):
