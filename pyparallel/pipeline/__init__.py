@@ -6,13 +6,13 @@ A schedule says in which order each rank works (``actions``) and on which weight
 
 from . import interlocking, prediction, runtime, schedules
 from .interlocking import *  # noqa: F403 - each folder lists its public names itself
-from .partition import SplitModel, split_model
+from .partition import ModelParts, SplitModel, split_model
 from .prediction import *  # noqa: F403
 from .runtime import *  # noqa: F403
 from .schedules import *  # noqa: F403
 from .trainer import PipelineTrainer
 
-__all__ = ["PipelineTrainer", "SplitModel", "split_model"]
+__all__ = ["ModelParts", "PipelineTrainer", "SplitModel", "split_model"]
 __all__ += interlocking.__all__
 __all__ += prediction.__all__
 __all__ += runtime.__all__

@@ -14,21 +14,32 @@ from .runtime.clipping import device_for
 from .runtime.stage import Stage
 
 
-def save_stages(stages: Sequence[Stage], step: int, seed: int) -> dict[str, Any]:
+def save_stages(
+    stages: Sequence[Stage], step: int, seed: int, split: Sequence[int] | None
+) -> dict[str, Any]:
     """Return the states of stages, by index; ``seed`` is that of ``StageGenerators``."""
-    marks = {"step": step, "seed": seed}
+    marks = {"step": step, "seed": seed, "split": split}
     return {str(each.index): seal({**marks, **each.state_dict()}) for each in stages}
 
 
-def rescue_stages(stages: Sequence[Stage], step: int, seed: int) -> dict[str, Any]:
+def rescue_stages(
+    stages: Sequence[Stage], step: int, seed: int, split: Sequence[int] | None
+) -> dict[str, Any]:
     """Return the states of a failed pipeline's stages; a RuntimeWarning if one is half updated."""
     state = {}
     for stage in stages:
         stage.weights.restore_live()
-        marks = {"step": step, "seed": seed, "rescued": True, "half_updated": stage.is_updating}
+        marks = {"step": step, "seed": seed, "split": split}
+        marks |= {"rescued": True, "half_updated": stage.is_updating}
         state[str(stage.index)] = seal({**stage.state_dict(is_rescued=True), **marks})
     _warn_if_half_updated(state)
     return state
+
+
+def split_of(state: object) -> Any:
+    """Return the split that a state was saved with, or None if it has none."""
+    stages = state.values() if isinstance(state, Mapping) else ()
+    return next((each["split"] for each in stages if "split" in each), None)
 
 
 def load_stages(stages: Sequence[Stage], state: Mapping[str, Any], run: Run) -> tuple[int, int]:

@@ -101,14 +101,16 @@ def check_shardable(schedule: Schedule) -> None:
         )
 
 
-def sharded_state(stages: Sequence[NamedStage], step: int, seed: int) -> State:
+def sharded_state(
+    stages: Sequence[NamedStage], step: int, seed: int, split: Sequence[int] | None
+) -> State:
     """Return the state of this rank's stages by keys of the whole model; tensors are not copied.
 
     The keys are ``model.NAME``, ``optimizer.state.NAME.KEY``, ``optimizer.param_groups.NAME.KEY``,
     ``optimizer.kind.NAME``, ``scheduler.KIND.INDEX``, ``squared_norm.NAME``, ``step``,
-    ``seed`` and ``updates``.
+    ``seed``, ``split`` and ``updates``.
     """
-    state: State = {"step": step, "seed": seed}
+    state: State = {"step": step, "seed": seed, "split": split}
     for each in stages:
         state["updates"] = each.stage.num_updates
         state.update((f"model.{name}", value) for name, value in each.module_state().items())
@@ -126,6 +128,14 @@ def sharded_state(stages: Sequence[NamedStage], step: int, seed: int) -> State:
         # In a tuple: DCP saves it as one object.
         state.update((key, (own.state_dict(),)) for key, own in each.schedulers())
     return state
+
+
+def read_split(checkpoint_id: str | os.PathLike[str]) -> Any:
+    """Return the split that a folder of ``sharded_state`` was saved with, or None."""
+    state: State = {"split": None}
+    if "split" in training.read_metadata(checkpoint_id):
+        training.read_checkpoint(state, checkpoint_id)
+    return state["split"]
 
 
 def load_checkpoint(

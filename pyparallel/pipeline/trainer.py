@@ -1,7 +1,7 @@
 """The trainer of a model that is split into stages, one or more for each rank."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
@@ -16,14 +17,22 @@ from ..comm import Run, concise, warn_if_alone
 from ..comm.errors import place_of
 from ..compression import Compressor
 from ..training import Algorithm
-from ..training.arguments import find_error
-from ..training.trainer import Trainer
+from ..training.arguments import find_error, require
+from ..training.trainer import Trainer, raising_on_all_ranks
 from .arguments import TrainerArguments
 from .build import build_stages
-from .checkpoint import load_stages, rescue_stages, save_stages
+from .checkpoint import load_stages, rescue_stages, save_stages, split_of
 from .errors import agree
-from .full_state import full_state
-from .named_state import NamedStage, check_shardable, load_checkpoint, name_stages, sharded_state
+from .full_state import full_state, load_into
+from .named_state import (
+    NamedStage,
+    check_shardable,
+    load_checkpoint,
+    name_stages,
+    read_split,
+    sharded_state,
+)
+from .partition import check_split
 from .partition.torch_pipe import layers_and_split
 from .pipeline import Pipeline
 from .prediction.corrections import Correction
@@ -199,7 +208,7 @@ class PipelineTrainer(Trainer):
     def split(self) -> tuple[int, ...] | None:
         """Return where stages 1 and following begin; None before an automatic split.
 
-        Pass it to a trainer that will load a state: an automatic split may come out differently.
+        A trainer that is given none takes that of the state it loads first.
         """
         return self._split
 
@@ -416,7 +425,7 @@ class PipelineTrainer(Trainer):
         """
         if self._pipeline is not None:
             self._pipeline.check_empty("state_dict()")
-        return save_stages(self.stages, self._run.counts.steps, self._seed)
+        return save_stages(self.stages, self._run.counts.steps, self._seed, self._split)
 
     @concise
     def rescue_state_dict(self) -> dict[str, Any]:
@@ -428,7 +437,7 @@ class PipelineTrainer(Trainer):
         is a RuntimeWarning.
         """
         pipeline = self._built_pipeline("rescue_state_dict()")
-        return rescue_stages(pipeline.stages, self._run.counts.steps, self._seed)
+        return rescue_stages(pipeline.stages, self._run.counts.steps, self._seed, self._split)
 
     @concise
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -438,9 +447,11 @@ class PipelineTrainer(Trainer):
         pyparallel, and states of different steps, are a DisagreementError on all ranks, which have
         changed nothing. Steps may differ if a rank's state is of ``rescue_state_dict``; other
         ranks, such as one that died, may then load an older checkpoint. A RuntimeWarning names a
-        stage that may be half updated. Microbatches in flight, accumulated gradients, or stages
-        that are not built yet, are a RuntimeError.
+        stage that may be half updated. Stages that are not built yet are built with the state's
+        split. Microbatches in flight, accumulated gradients, or with ``Interlocking`` stages that
+        are not built yet, are a RuntimeError.
         """
+        self._build_as_saved(partial(split_of, state))
         pipeline = self._check_built("load_state_dict()")
         run = self._run if self._replicas is None else self._replicas.run
         pipeline.load(*load_stages(pipeline.stages, state, run))
@@ -455,7 +466,18 @@ class PipelineTrainer(Trainer):
         stages that are not built yet, are a RuntimeError; stages of torch's whose tensors have one
         name, as they are not of one model, a ValueError.
         """
-        return full_state(self._named_stages("full_state_dict()"), self._run)
+        stages, keeps = self._named_stages("full_state_dict()"), self._run.group_rank == 0
+        return full_state(stages, self._run, keeps=keeps)
+
+    def load_into(self, model: nn.Module | None) -> None:
+        """Load what all stages have trained into a whole model; all ranks call it together.
+
+        It is for ``model.save_pretrained`` and the like: the model that was split has only this
+        rank's stages trained. Pass it on the ranks that need it, such as rank 0 alone, and None on
+        the others. A model whose names or shapes are not those of ``full_state_dict`` is a
+        ValueError on all ranks. What must come before is as of ``full_state_dict``.
+        """
+        load_into(model, self._named_stages("load_into()"), self._run)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state, under the plain model's own keys.
@@ -482,7 +504,7 @@ class PipelineTrainer(Trainer):
             )
         if self._arguments.replica:
             return {}
-        return sharded_state(stages, self._run.counts.steps, self._seed)
+        return sharded_state(stages, self._run.counts.steps, self._seed, self._split)
 
     @concise
     def load_checkpoint(self, checkpoint_id: str | os.PathLike[str]) -> None:
@@ -490,9 +512,11 @@ class PipelineTrainer(Trainer):
 
         The number of stages and of replicas, the split and the schedule may be others than those
         that saved it; replicas all begin with it. All ranks call it together; one of another model
-        or other optimizers is a DisagreementError, before anything is written. Microbatches in
-        flight, or stages that are not built yet, are a RuntimeError.
+        or other optimizers is a DisagreementError, before anything is written. Stages that are not
+        built yet are built with the split that was saved, if it is of as many stages. Microbatches
+        in flight are a RuntimeError.
         """
+        self._build_as_saved(partial(read_split, checkpoint_id))
         stages = self._named_stages("load_checkpoint()")
         pipeline = self._check_built("load_checkpoint()")
         run = self._run if self._replicas is None else self._replicas.run
@@ -537,6 +561,24 @@ class PipelineTrainer(Trainer):
         self._split, self._built = built.split, Pipeline(self._arguments, built, self._run)
         self._own(optimizer for stage in self._built.stages for optimizer in stage.optimizers)
         return self._built
+
+    def _build_as_saved(self, read: Callable[[], Any]) -> None:
+        """Build stages that are not built yet with the split that a state has, if it has one."""
+        if self._pipeline is not None or self._arguments.schedule.needs_batch:
+            return
+        run = self._run if self._replicas is None else self._replicas.run
+        number = self._arguments.num_stages
+        with raising_on_all_ranks(partial(agree, run)) as fields:
+            split = read()
+            if split is not None:
+                rule = f"the state's split must be of {number} stages, as many as the trainer has"
+                fix = "give the trainer a split, or call prepare(...) before"
+                require(len(split) + 1 == number, rule, repr(split), fix)
+                check_split(split, len(self._arguments.layers), number)
+            fields.append(("split of the state", repr(split)))
+        if split is not None:
+            self._arguments = replace(self._arguments, split=split)
+            self._build(None)
 
     @property
     def _seed(self) -> int:

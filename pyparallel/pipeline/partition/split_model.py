@@ -1,25 +1,18 @@
-"""The layers of models that others wrote, by one adapter for each family."""
+"""The layers of models that others wrote, by a description of their parts."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 from torch import nn
 
-from .gpt2 import gpt2_layers
-from .llama import llama_layers
-from .resnet import timm_layers, torchvision_layers
+from ...training.arguments import check_type
+from .attention_layers import attention_layers
+from .families import FAMILIES, find_parts
+from .model_parts import ModelParts, find_blocks, find_chain
 
-_ADAPTERS: dict[str, Callable[[nn.Module], list[nn.Module]]] = {
-    "transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel": gpt2_layers,
-    "transformers.models.llama.modeling_llama.LlamaForCausalLM": llama_layers,
-    "timm.models.resnet.ResNet": timm_layers,
-    "torchvision.models.resnet.ResNet": torchvision_layers,
-}
-_KNOWN = "GPT2LMHeadModel and LlamaForCausalLM of transformers, and ResNet of timm and torchvision"
-_WAY_OUT = (
-    "give PipelineTrainer the layers themselves, a list of modules each called with the output of "
-    "the previous one, or a model split by torch.distributed.pipelining: pipeline(), PipelineStage"
-)
+_WAY_OUT = """say where its parts are, as here of a Llama, or give PipelineTrainer a list of layers:
+split_model(model, ModelParts(
+    embedding="model.embed_tokens", blocks="model.layers", head=["model.norm", "lm_head"],
+    attention="causal", rotary="model.rotary_emb"))"""
 
 
 class SplitModel(list[nn.Module]):
@@ -30,33 +23,37 @@ class SplitModel(list[nn.Module]):
         self.model = model
 
 
-def split_model(model: nn.Module) -> SplitModel:
+def split_model(model: nn.Module, parts: ModelParts | None = None) -> SplitModel:
     """Return the layers of a model, as ``PipelineTrainer`` takes them.
 
-    Layers hold the model's own modules, and so does the model after training: ``generate`` and
-    ``save_pretrained`` work on it as before. A tied embedding is in the first and the last layer.
+    They are the embedding, each block, and the head. Layers hold the model's own modules, and so
+    does the model after training. A tied embedding is in the first and the last layer.
 
-    * GPT2LMHeadModel and LlamaForCausalLM of transformers 5: the embedding, each block, and
-      the head, which returns logits of shape (batch, sequence, vocabulary). The first layer is
-      called with ``input_ids`` or ``inputs_embeds``, ``attention_mask`` of shape (batch, sequence),
-      ``position_ids`` and with GPT-2 ``token_type_ids``, as the model is; the result is that of
-      ``model(..., use_cache=False)``. The target is an argument of ``loss_fn``, not ``labels``.
-    * ResNet of timm and torchvision: the stem, each block, and the head. With timm's, call
-      ``set_grad_checkpointing`` before: its blocks then recompute their activations.
+    Without ``parts`` the model is one that "Train a Hugging Face model in stages" lists; a subclass
+    must have the same ``forward``, another class is a TypeError.
 
-    A subclass must have the same ``forward``; another class is a TypeError. A configuration that
-    computes what the layers in a row do not is a ValueError.
+    * Of transformers the result is the logits of ``model(..., use_cache=False)``. The first layer
+      is called with those arguments that the model has of ``input_ids``, ``inputs_embeds``,
+      ``attention_mask`` of shape (batch, sequence), ``position_ids`` and ``token_type_ids``; of a
+      ViT with ``pixel_values``. The target is an argument of ``loss_fn``, not ``labels``.
+    * Call ``set_grad_checkpointing`` of timm's ResNet before: its blocks then recompute their
+      activations.
+
+    A part that the model does not have, or a configuration that computes what the layers in a row
+    do not, is a ValueError.
     """
-    mro: tuple[Any, ...] = type(model).__mro__
-    found = _name_of(mro[0])
-    for cls in mro:
-        adapter = _ADAPTERS.get(_name_of(cls))
-        if adapter is not None:
-            if mro[0].forward is cls.forward:
-                return SplitModel(adapter(model), model)
-            found += " with a forward of its own"
-    raise TypeError(f"model must be one of {_KNOWN}, got {found}; {_WAY_OUT}")
-
-
-def _name_of(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+    if parts is None:
+        parts = find_parts(model)
+    if parts is None:
+        name = f"{type(model).__module__}.{type(model).__qualname__}"
+        known = ", ".join(sorted({each.rpartition(".")[2] for each in FAMILIES}))
+        raise TypeError(
+            f"model must be one of {known} of transformers, timm and torchvision, with the forward "
+            f"of that class, got {name}; {_WAY_OUT}"
+        )
+    check_type("parts", parts, ModelParts, "a ModelParts")
+    if parts.attention is not None:
+        return SplitModel(attention_layers(model, parts), model)
+    embedding = find_chain(model, "embedding", parts.embedding)
+    head = find_chain(model, "head", parts.head)
+    return SplitModel([embedding, *find_blocks(model, parts.blocks), head], model)

@@ -31,7 +31,36 @@ def build_llama(**options):
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**given))
 
 
+def build_family(name, **options):
+    """Return a small model of transformers, by a key of ``families.TRANSFORMERS``."""
+    module, class_name = name.split(".")
+    library = load(f"transformers.models.{module}.modeling_{module}")
+    model_class = getattr(library, class_name)
+    sizes = {
+        **COMMON, "pad_token_id": 1, "num_labels": 3, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "max_position_embeddings": 18, "type_vocab_size": 2, "dim": 32, "n_layers": 3,
+        "n_heads": 4, "hidden_dim": 48, "image_size": 16, "patch_size": 8, "num_local_experts": 4,
+        "sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1, **options,
+    }  # fmt: skip
+    defaults = model_class.config_class()
+    own = {key: value for key, value in sizes.items() if hasattr(defaults, key)}
+    torch.manual_seed(0)
+    return model_class(model_class.config_class(**own))
+
+
+def build_qwen2(**options):
+    """Return a Qwen2 of three blocks, two of them with a sliding window."""
+    return build_family("qwen2.Qwen2ForCausalLM", pad_token_id=None, **options)
+
+
+def build_mistral(**options):
+    """Return a Mistral of three blocks, all with a sliding window."""
+    return build_family("mistral.MistralForCausalLM", pad_token_id=None, **options)
+
+
 LANGUAGE_MODELS = {"GPT-2": build_gpt2, "Llama": build_llama}
+WITH_WINDOWS = {"Qwen2": build_qwen2, "Mistral": build_mistral}
 
 
 def build_ids(samples=4):

@@ -38,6 +38,12 @@ class Tied(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.embed.weight
 
+    def forward(self, words):
+        hidden = self.embed(words)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
 
 class Layers(list):
     """The layers of a model, as ``split_model`` returns them."""
@@ -218,14 +224,41 @@ def make_mistakes(rank, folder):
     attempt(wide.load_checkpoint, f"{folder}/good")
     _, interlocking = build(Interlocking(1, LinearHead(WORDS)), [3])
     attempt(interlocking.full_state_dict)
+    _, several = build(OneForwardOneBackward(), None, num_stages=4)
+    attempt(several.load_checkpoint, f"{folder}/good")
+    attempt(trainer.load_into, Tied().blocks if rank == 1 else None)
+    narrow = Tied()
+    narrow.blocks[0].bias = nn.Parameter(torch.zeros(1))
+    attempt(trainer.load_into, narrow if rank == 0 else None)
+    attempt(trainer.load_into, "model" if rank == 0 else None)
     state = trainer.full_state_dict()
     unchanged = all(torch.equal(state[name], before[name]) for name in before)
-    return errors, unchanged
+    return errors, unchanged, take_the_saved_split(trainer, f"{folder}/good")
+
+
+def take_the_saved_split(trainer, folder):
+    """Return whether a trainer without a split takes that of a state and goes on from it."""
+    _, by_name = build(OneForwardOneBackward(), None)
+    by_name.load_checkpoint(folder)
+    _, by_stage = build(OneForwardOneBackward(), None)
+    by_stage.load_state_dict(trainer.state_dict())
+    whole, losses = Tied(), [run(each, 2) for each in (trainer, by_name, by_stage)]
+    trainer.load_into(whole)  # on every rank
+    assert torch.equal(whole.head.weight, whole.embed.weight)
+    whole.eval()
+    inputs, targets = batches(1, 5)[0]
+    evaluated = trainer.evaluate(inputs, targets)
+    if evaluated is not None:
+        own = nn.functional.cross_entropy(whole(inputs), targets).item()
+        assert own == pytest.approx(evaluated, rel=1e-6)
+    state = trainer.full_state_dict()
+    assert all(torch.equal(whole.state_dict()[name], state[name]) for name in state)
+    return by_name.split == by_stage.split == (3,) and losses[0] == losses[1] == losses[2]
 
 
 def test_a_checkpoint_of_something_else_is_one_error_on_every_rank(ranks, tmp_path):
-    (first, unchanged), (second, _) = ranks.run(2, make_mistakes, str(tmp_path))
-    assert unchanged
+    (first, *held), (second, *_) = ranks.run(2, make_mistakes, str(tmp_path))
+    assert held == [True, True]
     assert first == second
     for error, words in zip(
         first,
@@ -237,6 +270,10 @@ def test_a_checkpoint_of_something_else_is_one_error_on_every_rank(ranks, tmp_pa
             "sharded_state_dict() must be called after flush()",
             "load_checkpoint() must be called after flush()",
             "full_state_dict() must come after the first step or prepare(...)",
+            "the state's split must be of 4 stages, as many as the trainer has, got (3,); give th",
+            "rank 1: model must have the names of what was trained, got one with 0.bias, which was",
+            "rank 0: blocks.0.bias of model must be of shape [6], as it was trained, got [1]",
+            "rank 0: model must be a module, or None on a rank that needs none, got 'model'",
         ],
         strict=True,
     ):

@@ -18,6 +18,7 @@ from pyparallel.pipeline import (
 from tests.cases import slow
 from tests.pipeline.partition.public_models import (
     LANGUAGE_MODELS,
+    WITH_WINDOWS,
     build_ids,
     build_timm,
     build_torchvision,
@@ -165,3 +166,31 @@ def test_resnets_train_as_the_unsplit_ones(size, ranks):
     for name, found in zip(RESNETS, train_on(ranks, train_resnets, *size), strict=True):
         state, losses = resnet_alone(name)
         assert_trained(found, losses, state)
+
+
+def train_and_save(rank, folder):
+    """Return each model's losses on two ranks, before and after a step, and of the saved model."""
+    losses = {}
+    for name, build in WITH_WINDOWS.items():
+        model, ids = build(), build_ids()
+        trainer = PipelineTrainer(split_model(model), next_token_loss, momentum, split=[2])
+        found = [trainer.evaluate(ids, target=ids)]
+        trainer.step(ids, target=ids)
+        found.append(trainer.evaluate(ids, target=ids))
+        whole = build() if rank == 0 else None
+        trainer.load_into(whole)
+        if whole is not None:
+            whole.save_pretrained(f"{folder}/{name}")
+        losses[name] = found
+    return losses
+
+
+@pytest.mark.slow
+def test_a_model_trained_on_two_ranks_is_saved_for_plain_transformers(ranks, tmp_path):
+    _, losses = ranks.run(2, train_and_save, str(tmp_path), time_limit=150)
+    for name, build in WITH_WINDOWS.items():
+        untrained, ids = build().eval(), build_ids()
+        loaded = type(untrained).from_pretrained(tmp_path / name).eval()
+        own = [model(ids, labels=ids).loss.item() for model in (untrained, loaded)]
+        assert losses[name] == pytest.approx(own, rel=1e-5)
+        assert own[1] < own[0]

@@ -1,20 +1,25 @@
 """The layers of Hugging Face models and ResNets compute what the whole model computes."""
 
 import copy
+import inspect
+import re
 from functools import cache, partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from benchmarks.harness.libraries import load
-from pyparallel.pipeline import PipelineTrainer, PipeOptim, SplitModel, split_model
+from pyparallel.pipeline import ModelParts, PipelineTrainer, PipeOptim, SplitModel, split_model
+from pyparallel.pipeline.partition.families import TRANSFORMERS
+from tests.cases import slow
 from tests.pipeline.partition.public_models import (
-    COMMON,
     LANGUAGE_MODELS,
     LENGTH,
     TIMM,
     VOCABULARY,
+    build_family,
     build_gpt2,
     build_ids,
     build_llama,
@@ -64,6 +69,49 @@ def assert_same(model, wanted, found):
     expected, own = gradients_of(model, wanted), gradients_of(model, found)
     assert expected
     torch.testing.assert_close(own, expected, rtol=0, atol=0)
+
+
+FAST = {"qwen2.Qwen2ForSequenceClassification", "bert.BertForSequenceClassification"}
+FAST |= {"gemma2.Gemma2ForCausalLM", "vit.ViTForImageClassification"}
+
+
+@pytest.mark.parametrize("name", [each if each in FAST else slow(each) for each in TRANSFORMERS])
+def test_layers_compute_what_each_family_computes(name, subtests):
+    only_eager = {"attn_implementation": "eager"} if "gemma2" in name else {}
+    model = build_family(name, **only_eager)
+    layers = split_model(model)
+    assert len(layers) == 5
+    ids = build_ids().clamp(min=2)
+    right = arguments()["right padding"]["attention_mask"]
+    cases = [{"input_ids": ids}]
+    for mask in (right, padded(ids)["attention_mask"]):
+        cases.append({"input_ids": ids.where(mask == 1, 1), "attention_mask": mask})
+    options = {}
+    if name == "vit.ViTForImageClassification":
+        cases = [{"pixel_values": torch.randn(2, 3, 16, 16)}]
+    else:
+        cases.append({"inputs_embeds": model.get_input_embeddings()(ids).detach()})
+    if "use_cache" in inspect.signature(model.forward).parameters:  # of decoders
+        options = {"use_cache": False}
+        cases.append({"input_ids": ids, **arguments()["packed sequences"]})
+    for given in cases:
+        with subtests.test(given=list(given)):
+            torch.manual_seed(2)
+            wanted = model(**given, **options).logits
+            torch.manual_seed(2)
+            found = run(layers, **given)
+            assert wanted.isfinite().all()
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+            torch.testing.assert_close(
+                gradients_of(model, found), gradients_of(model, wanted), rtol=0, atol=0
+            )
+
+
+def test_the_page_lists_every_family():
+    page = Path("docs/how_to/hugging_face.md").read_text()
+    for name in TRANSFORMERS:
+        family = name.split(".")[1].partition("For")[0]
+        assert re.search(rf"\b{family}(For\w+)?\b", page), name
 
 
 def call_both(model, layers, *args, **kwargs):
@@ -269,20 +317,10 @@ def test_models_that_cannot_be_split_are_refused():
         pass
 
     assert len(split_model(SameForward(config))) == 5
-    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    mistral = transformers.MistralConfig(**COMMON, **small, **heads)
     others = [
-        (
-            transformers.MistralForCausalLM(mistral),
-            "got transformers.models.mistral.modeling_mistral.MistralForCausalLM; give",
-        ),
-        (
-            transformers.GPT2ForSequenceClassification(build_gpt2().config),
-            "GPT2ForSequenceClassification",
-        ),
-        (OwnForward(config), "OwnForward with a forward of its own; give PipelineTrainer"),
-        (nn.Linear(2, 2), r"must be one of GPT2LMHeadModel .*got torch.nn.*Linear; .*pipeline\(\)"),
+        (transformers.GPT2ForTokenClassification(build_gpt2().config), "GPT2ForTokenClassif"),
+        (OwnForward(config), "with the forward of that class, got .*OwnForward; say where"),
+        (nn.Linear(2, 2), r"one of .*GPT2LMHeadModel, .*got torch.nn.*Linear; .*\n.*ModelParts\("),
         (build_llama, "got builtins.function"),
     ]
     for model, message in others:
@@ -294,6 +332,81 @@ def test_models_that_cannot_be_split_are_refused():
         model = build_llama()
         setattr(model.config, name, value)
         with pytest.raises(ValueError, match=rf"model.config.{name} must be .*got {value}"):
+            split_model(model)
+
+
+class OwnModel(nn.Module):
+    """A model that no family has, with the names of nobody else."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.body = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(4, 4) for _ in range(3))})
+        self.out = nn.Linear(4, 8)
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        for block in self.body["blocks"]:
+            hidden = block(hidden)
+        return self.out(hidden.tanh())
+
+
+def test_a_model_of_ones_own_is_described_by_its_parts():
+    model, ids = OwnModel(), torch.arange(8).view(2, 4)
+    layers = split_model(model, ModelParts("embed", "body.blocks", [torch.tanh, "out"]))
+    assert len(layers) == 5
+    assert_same(model, model(ids), run(layers, ids))
+    wrong = [
+        (
+            ModelParts("embedding", "body.blocks", "out"),
+            "embedding must be .*has no attribute 'embeddi",
+        ),
+        (ModelParts("embed", "body.blocks", "forward"), "head must be .*got 'forward', a method"),
+        (
+            ModelParts("embed", "body.blocks", "out", attention="causal"),
+            "attention must be None for",
+        ),
+    ]
+    for parts, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            split_model(model, parts)
+    with pytest.raises(TypeError, match="parts must be a ModelParts"):
+        split_model(model, "embed")
+    with pytest.raises(ValueError, match="attention must be 'causal' or 'bidirectional' with rot"):
+        ModelParts("embed", "blocks", "out", rotary="rotary")
+
+
+def test_the_parts_of_a_decoder_of_transformers_can_be_given():
+    class OwnForward(load("transformers").LlamaForCausalLM):
+        def forward(self, input_ids, position_ids=None):
+            return super().forward(input_ids, position_ids=position_ids, use_cache=False)
+
+    model = OwnForward(build_llama().config)
+    parts = ModelParts(
+        "model.embed_tokens", "model.layers", ["model.norm", "lm_head"],
+        attention="causal", rotary="model.rotary_emb",
+    )  # fmt: skip
+    layers = split_model(model, parts)
+    assert_same(model, model(build_ids()).logits, run(layers, build_ids()))
+    packed = arguments()["packed sequences"]
+    assert_same(model, model(build_ids(), **packed).logits, run(layers, build_ids(), **packed))
+    assert "it takes input_ids and position_ids" in layers[0].find_input_error(IDS, mask=1)
+
+
+def test_sequence_classification_needs_the_id_of_the_padding():
+    model = build_family("qwen2.Qwen2ForSequenceClassification", pad_token_id=None)
+    with pytest.raises(ValueError, match=r"pad_token_id must be that of .*got None"):
+        split_model(model)
+
+
+def test_blocks_of_a_configuration_that_they_do_not_have_are_refused():
+    for name, value, message in (
+        ("layer_types", ["linear_attention"] * 3, "layer_types must be .*got 'linear_attention'"),
+        ("layer_types", ["full_attention"], "must describe each of its blocks, got 1 layer_types"),
+    ):
+        model = build_llama()
+        setattr(model.config, name, value)
+        with pytest.raises(ValueError, match=message):
             split_model(model)
 
 
