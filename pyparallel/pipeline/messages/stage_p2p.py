@@ -215,7 +215,7 @@ class StageP2P:
             for channel in senders:
                 refusal, loss = self._recv_barrier(channel, refusal, loss)
             for channel in receivers:
-                channel.send(_BARRIER_STREAM, 0, refusal or (), loss=loss)
+                channel.send(_BARRIER_STREAM, 0, refusal or (), loss=loss, call=self._call)
         return refusal, loss
 
     def agree_on_error(self, text: str, without_store: str) -> str:
