@@ -50,8 +50,8 @@ def call_module(
     except Exception as error:
         if refuse is not None:
             raise StepRefusedError(refuse(error), 0) from error
-        is_attribute = isinstance(error, AttributeError) and type(error.obj) is tuple
-        if not (is_attribute and type(inputs) is tuple):
+        is_tuple = type(inputs) is tuple
+        if not (is_tuple and isinstance(error, AttributeError) and type(error.obj) is tuple):
             raise
         rule = "the first layer of a stage must take a tuple by its positions"
         fix = "unpack it as hidden, mask = value, or move the split"
