@@ -55,7 +55,8 @@ def main():
             loss = training.step(ids.to(device))
             meter.count(loss, ids.numel())
             if step == 1 or step % recipe.log_every == 0:
-                metrics = training.metrics() | ({} if loss is None else {"loss": loss})
+                metrics = training.metrics() | {"loss": loss}
+                metrics = {name: value for name, value in metrics.items() if value is not None}
                 log.write(step, metrics)
                 log_metrics(options.tensorboard, options.recipe, metrics, step)
                 meter.show(step)

@@ -91,7 +91,8 @@ class Pipeline(Run):
         self.load = self.trainer.load_state_dict
 
     def step(self, step: int) -> float | None:
-        return self.trainer.step(*batch(step, 2, rank=0))
+        loss = self.trainer.step(*batch(step, 2, rank=0))
+        return loss if self.trainer.stages[-1].index == len(self.trainer.split) else None
 
     def save(self) -> Any:
         self.trainer.flush()

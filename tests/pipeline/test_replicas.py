@@ -425,7 +425,7 @@ def test_one_replica_is_the_pipeline_alone_bit_for_bit(ranks):
     found = ranks.run_each(2, one_replica, cases)
     for with_mesh, alone in zip(found[::2], found[1::2], strict=True):
         for (losses, state), (own_losses, own_state) in zip(with_mesh, alone, strict=True):
-            assert losses == own_losses
+            assert repr(losses) == repr(own_losses)  # of which one may be nan, not known yet
             assert all(torch.equal(state[name], each) for name, each in own_state.items())
 
 
@@ -575,8 +575,7 @@ def evaluate_average(rank):
                 if value.is_floating_point():
                     torch.testing.assert_close(value, (first[name] + second[name]) / 2)
         losses = [loss for _, _, loss, _ in everywhere]
-        assert losses[1] == losses[3]
-        assert losses[0] is losses[2] is None
+        assert len(set(losses)) == 1
         wholes = [each[3] for each in everywhere]
         assert all(torch.equal(wholes[0][name], wholes[2][name]) for name in wholes[0])
         assert wholes[0]

@@ -172,7 +172,8 @@ class Pipeline:
 
     def step(self):
         self.index += 1
-        return self.trainer.step(*batch(0, self.index - 1))
+        loss = self.trainer.step(*batch(0, self.index - 1))
+        return loss if self.trainer.stages[-1].index == len(self.trainer.split) else None
 
     def weights(self):
         return {
