@@ -292,9 +292,9 @@ TRACED: dict[str, int] = {  # goals of what ``hops.py`` counts, in half a minute
 # its own, such as a new algorithm, or a fault that was mended, may raise the lines, by its own. The
 # length of a file is counted, without a limit: short files made layers.
 LIMITS = {
-    "lines of the package": 44_927,
-    "lines of its checks and raises": 3_089,
-    "lines of comm": 1_903,  # of which p2p.py was in gossip and sequence
+    "lines of the package": 45_529,
+    "lines of its checks and raises": 3_114,
+    "lines of comm": 2_108,  # of which p2p.py was in gossip and sequence
     "exports of comm": 25,
     "lines of comm and training that one trainer uses": 0,
     "steps, counts and places copied onto another object": 0,
@@ -307,9 +307,9 @@ LIMITS = {
     "isinstance of algorithms, schedules, compressors": 11,
     "methods of theirs that return an error": 12,
     "functions of more than 12 arguments": 1,
-    "functions that a gossip bucket passes": 32,
-    "functions that a microbatch passes": 53,
-    "functions that a DDP bucket passes": 53,
+    "functions that a gossip bucket passes": 34,
+    "functions that a microbatch passes": 56,
+    "functions that a DDP bucket passes": 56,
     "objects with state in an SGP step": 13,
 }
 
