@@ -33,8 +33,8 @@ def store_of(process_group: dist.ProcessGroup | None) -> "DeadlineStore":
 
     All groups of a process share one connection, not torch's, and one thread. None: the default.
     """
-    world: Any = dist.group.WORLD
-    group: Any = process_group or world
+    world = _resolve(None)
+    group = process_group or world
     connection = _connections.get(world)
     if connection is None:
         connection = _connections[world] = _Connection(world.get_group_store())
@@ -44,10 +44,17 @@ def store_of(process_group: dist.ProcessGroup | None) -> "DeadlineStore":
 
 def timeout_of(process_group: dist.ProcessGroup | None) -> timedelta:
     """Return the timeout of a process group. None: the default group."""
-    group: Any = process_group or dist.group.WORLD
+    group = _resolve(process_group)
     # torch gives new groups the backend's default, half an hour, and has no public getter.
     timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
     return timeout
+
+
+def _resolve(process_group: dist.ProcessGroup | None) -> Any:
+    group = process_group or dist.group.WORLD
+    if group is None:
+        raise RuntimeError("the default process group must exist, got none")
+    return group
 
 
 class DeadlineStore:

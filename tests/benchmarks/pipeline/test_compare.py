@@ -13,7 +13,7 @@ from benchmarks.pipeline.compare import CONTESTANTS
 from benchmarks.pipeline.picture import PICTURES
 from benchmarks.pipeline.table import ACCURACY, HELD_OUT, finite_differences
 from benchmarks.pipeline.tasks import FIELDS, TASKS, Contestant, Run, perform, train
-from pyparallel.pipeline import StageError
+from pyparallel.comm import DisagreementError
 
 DIGITS, ADAM, ADAMW = TASKS
 UPDATES = 6
@@ -91,7 +91,7 @@ def test_other_failures_are_not_taken_for_divergence():
 
     broken = replace(DIGITS, name="broken", split=(1, 2, 3))
     object.__setattr__(broken, "build", lambda: nn.Sequential(*(Wrong(1, 1) for _ in range(4))))
-    with pytest.raises(StageError, match="not this"):
+    with pytest.raises(DisagreementError, match="not this"):
         train(broken, Contestant(CONTESTANTS["naive"].schedule, 1), 0.1, 0, 2)
 
 
