@@ -33,28 +33,24 @@ def store_of(process_group: dist.ProcessGroup | None) -> "DeadlineStore":
 
     All groups of a process share one connection, not torch's, and one thread. None: the default.
     """
-    world = _resolve(None)
-    group = process_group or world
+    seconds = timeout_of(process_group).total_seconds()
+    world: Any = dist.group.WORLD
+    group: Any = process_group or world
     connection = _connections.get(world)
     if connection is None:
         connection = _connections[world] = _Connection(world.get_group_store())
     prefix = "" if group is world else f"{group.group_name}/"
-    return DeadlineStore(connection, prefix, timeout_of(group).total_seconds(), dist.get_rank())
+    return DeadlineStore(connection, prefix, seconds, dist.get_rank())
 
 
 def timeout_of(process_group: dist.ProcessGroup | None) -> timedelta:
-    """Return the timeout of a process group. None: the default group."""
-    group = _resolve(process_group)
+    """Return the timeout of a process group. None: the default one; none is a RuntimeError."""
+    group: Any = process_group or dist.group.WORLD
+    if group is None:
+        raise RuntimeError("the default process group must exist, got none")
     # torch gives new groups the backend's default, half an hour, and has no public getter.
     timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
     return timeout
-
-
-def _resolve(process_group: dist.ProcessGroup | None) -> Any:
-    group = process_group or dist.group.WORLD
-    if group is None:
-        raise RuntimeError("the default process group must exist, got none")
-    return group
 
 
 class DeadlineStore:
