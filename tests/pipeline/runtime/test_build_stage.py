@@ -331,12 +331,13 @@ def resume_with(schedule, options):
 
 @pytest.mark.slow
 def test_a_stage_with_several_optimizers_resumes_from_its_state_bitwise(ranks, subtests):
-    for of_rank in ranks.run(2, resume):
+    for rank, of_rank in enumerate(ranks.run(2, resume)):
         for (schedule, options), (run, *others) in zip(RESUMED, of_rank, strict=True):
             with subtests.test(schedule=repr(schedule), options=list(options)):
                 assert run[0] == ["Muon", "AdamW"]
                 for kinds, losses, weights in others:
-                    assert (kinds, losses) == run[:2]
+                    assert kinds == run[0]
+                    assert rank == 0 or losses == run[1]  # rank 0 may know none of a step yet
                     torch.testing.assert_close(weights, run[2], rtol=0, atol=0)
 
 
