@@ -9,7 +9,7 @@ from .consistency import (
     gather_json,
 )
 from .counts import ANY, Call, StepCounts
-from .errors import NonFiniteError, PeerError, RemoteError, concise, without_traceback
+from .errors import NonFiniteError, PeerError, RemoteError, without_traceback
 from .p2p import Pending, PointToPoint, Transfer
 from .process_groups import device_of, warn_if_alone
 from .rendezvous import wait_for_store
@@ -33,7 +33,6 @@ __all__ = [
     "StepCounts",
     "Transfer",
     "check_consistent_across_ranks",
-    "concise",
     "device_of",
     "first_difference",
     "gather_json",

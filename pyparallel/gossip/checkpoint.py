@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import training
-from ..comm import concise, first_difference
+from ..comm import first_difference
+from ..comm.errors import concise
 from ..training.averager import as_optimizers
 from ..training.shards import describe_shard, like, locals_of
 from .trainer import GossipDataParallel

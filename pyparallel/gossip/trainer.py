@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..comm import Collectives, StepCounts, concise
+from ..comm import Collectives, StepCounts
+from ..comm.errors import concise
 from ..optim import FusedOptimizer
 from ..optim.finite_steps import FiniteSteps
 from ..training import Algorithm, ModelAverager, Place, check_format, consensus, seal, shards

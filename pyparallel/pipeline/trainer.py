@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from ..comm import Run, concise, warn_if_alone
-from ..comm.errors import place_of
+from ..comm import Run, warn_if_alone
+from ..comm.errors import concise, place_of
 from ..compression import Compressor
 from ..training import Algorithm
 from ..training.arguments import find_error, require

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..comm import Call, Collectives, Run, concise, warn_if_alone
+from ..comm import Call, Collectives, Run, warn_if_alone
+from ..comm.errors import concise
 from ..optim.finite_steps import FiniteSteps
 from ..training import load_copy, seal, uncompiled
 from ..training.full_state import full_state

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim import ASGD, LBFGS, Adafactor, Optimizer
 
-from ..comm import concise
+from ..comm.errors import concise
 from .averager import JoinedOptimizers
 from .checkpointing import is_creating_state
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from pyparallel import GossipDataParallel, SubnetTrainer
-from pyparallel.comm import PeerError, concise
+from pyparallel.comm import PeerError
+from pyparallel.comm.errors import concise
 from pyparallel.compression import Int8, compress_ddp
 from pyparallel.gossip import SGP
 from pyparallel.pipeline import GPipe, PipelineTrainer

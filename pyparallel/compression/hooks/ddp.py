@@ -8,8 +8,8 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # an imp
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ...comm import Run, StepCounts, concise
-from ...comm.errors import NonFiniteError, PeerError
+from ...comm import Run, StepCounts
+from ...comm.errors import NonFiniteError, PeerError, concise
 from ...comm.profiling import profiled
 from ...comm.stats import CommStats
 from ...training import check_on_all_ranks, plain_name, uncompiled, wrong_type

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ...comm import check_consistent_across_ranks, concise
+from ...comm import check_consistent_across_ranks
+from ...comm.errors import concise
 from ...comm.stats import CommStats
 from ...training import check_on_all_ranks, plain_name, summarize
 from ...training.arguments import raise_problem, require
