@@ -81,7 +81,8 @@ def compare_calls(calls: Mapping[int, str]) -> str:
     for rank in sorted(calls):
         ranks_of.setdefault(calls[rank], []).append(rank)
     if len(ranks_of) == 1:
-        return f"{name_ranks(sorted(calls))} wait for each other in {min(ranks_of)}"
+        waits = "wait for each other" if len(calls) > 1 else "waits"
+        return f"{name_ranks(sorted(calls))} {waits} in {min(ranks_of)}"
     got = ", ".join(f"{call} on {name_ranks(ranks)}" for call, ranks in ranks_of.items())
     return (
         f"{SAME_CALLS}, got {got}; for unequal numbers of batches gossip and "

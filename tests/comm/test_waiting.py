@@ -18,6 +18,7 @@ TIMEOUT = 8
 
 def test_ranks_in_one_call_are_told_apart_from_ranks_in_several():
     assert compare_calls({1: "step 7", 0: "step 7"}) == "ranks 0-1 wait for each other in step 7"
+    assert compare_calls({1: "step 7"}) == "rank 1 waits in step 7"
     calls = {2: "step 7", 0: "flush() after 6 steps", 1: "step 7"}
     got = "flush() after 6 steps on rank 0, step 7 on ranks 1-2"
     assert compare_calls(calls) == f"all ranks must make the same calls, got {got}{JOIN}"
