@@ -42,8 +42,10 @@ def test_every_schedule_that_flushes_trains_as_without_a_pipeline():
     answers = run_on_loopback(2, 90, take_steps, flushing, 4)
     expected = train_without_a_pipeline(4)
     for system, *losses in zip(flushing, *answers, strict=True):
-        (found,) = (each for each in losses if each[0] is not None)
-        assert found == pytest.approx(expected, rel=1e-5), system.name
+        known = [each for each in losses if each[0] is not None]  # torch's on the last rank alone
+        assert known
+        for found in known:
+            assert found == pytest.approx(expected, rel=1e-5), system.name
 
 
 def test_stages_have_equal_work():
