@@ -16,6 +16,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_SECONDS = 300  # a fault may make ranks wait for each other
 
@@ -795,17 +797,20 @@ def _catch(fault: Fault, folder: Path) -> str | None:
 
 
 def _first_failure(tests: str, folder: Path) -> str | None:
-    """Run tests; return the first that fails, or None."""
-    options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-n", "2"]
-    command = [sys.executable, "-m", "pytest", *options, "--dist", "loadfile"]
-    run = subprocess.run(
-        ["timeout", str(LIMIT_SECONDS), *command, *tests.split()],
-        check=False,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-    )
+    """Run tests, slow ones only where there are no others; return the first that fails, or None."""
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile"]
+    for marks in ("not slow", "not nightly"):
+        run = subprocess.run(
+            ["timeout", str(LIMIT_SECONDS), sys.executable, "-m", "pytest", "-m", marks, *options,
+             *tests.split()],
+            check=False,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(folder)},
+            capture_output=True,
+            text=True,
+        )  # fmt: skip
+        if run.returncode != pytest.ExitCode.NO_TESTS_COLLECTED:
+            break
     if found := re.search(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE):
         return found[1]
     return None if run.returncode == 0 else tests  # it did not end in time, or crashed
