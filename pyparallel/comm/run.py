@@ -199,7 +199,8 @@ class Run:
 
     def describe_call(self, call: str) -> str:
         """Return a call with its step, and with its trainer if the process has several."""
-        return " of".join([self.counts.describe(call), *self.place(None).split(",")[1:]])
+        is_one = self.trainer is None or len({each.trainer for each in Run._open}) == 1
+        return self.counts.describe(call) + ("" if is_one else f" of trainer {self.trainer}")
 
     def waiting(self, stats: CommStats | None = None) -> Waiting:
         """Return a context for waits, whose seconds count in ``stats``; a long one warns."""

@@ -469,6 +469,7 @@ class PipelineTrainer(Trainer):
         stages, keeps = self._named_stages("full_state_dict()"), self._run.group_rank == 0
         return full_state(stages, self._run, keeps=keeps)
 
+    @concise
     def load_into(self, model: nn.Module | None) -> None:
         """Load what all stages have trained into a whole model; all ranks call it together.
 

@@ -223,7 +223,7 @@ class _Inputs(nn.Module):
         try:
             inspect.Signature([*own, others]).bind(*args, **kwargs)
         except TypeError as error:
-            names = _listed(self._names)
+            names = _joined(self._names)
             return f"inputs must be the arguments {names}, got other ones: {error}"
         given = dict(zip(self._names, args, strict=False)) | kwargs
         tensors = {name: given[name] for name in self._names if given.get(name) is not None}
@@ -236,7 +236,7 @@ class _Inputs(nn.Module):
             if name in self._names or (name in _REFUSED and (value is None or value is False)):
                 continue
             shown = value if isinstance(value, bool | int) else summarize(value)
-            fix = _REFUSED.get(name, f"it takes {_listed(self._names)}")
+            fix = _REFUSED.get(name, f"it takes {_joined(self._names)}")
             return f"{name} must not be given to the layers of a pipeline, got {shown}; {fix}"
         return None
 
@@ -321,6 +321,6 @@ def _find_type_error(given: Mapping[str, object]) -> str | None:
     return None
 
 
-def _listed(names: Sequence[str]) -> str:
+def _joined(names: Sequence[str]) -> str:
     *first, last = names
     return f"{', '.join(first)} and {last}"
