@@ -130,7 +130,7 @@ def train(rank: int, run: LinkRun) -> Row:
         "parameters": num_parameters,
         "seconds": seconds / (run.steps - WARM_UP),
         "bits": 8 * sent / num_parameters / (run.steps - WARM_UP),
-        "losses": losses if losses[0] is not None else None,
+        "losses": losses if mesh.get_local_rank("stage") == STAGES - 1 else None,
     }
 
 
