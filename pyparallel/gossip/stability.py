@@ -22,10 +22,10 @@ def stability_limit(
     """Return the learning rate below which SGD converges on ``f(z) = z^2 / 2`` on every rank.
 
     For a function of curvature L divide by it: the limit is that of ``lr * L``. One rank alone has
-    2, or ``2 (1 + momentum)``. On several ranks their differences have limits of their own: with
+    2, or ``2 (1 + momentum)``. On several ranks their differences have limits of their own. With
     ``SGP(topology, overlap=1)`` and a static mixing matrix P the difference d along an eigenvector
-    with eigenvalue lambda follows ``d <- (lambda - lr * L) d``, so the limit is
-    1 plus the least one, which ``Lazy(topology, gamma)`` raises.
+    with eigenvalue lambda follows ``d <- (lambda - lr * L) d``. So the limit is 1 plus the least
+    eigenvalue, which ``Lazy(topology, gamma)`` raises.
 
     Computed as the end of the interval from 0 in which the spectral radius of one period of steps
     is below 1, on a grid of 0.02 and then by bisection. Rounds before a topology's period are left

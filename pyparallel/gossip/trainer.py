@@ -65,10 +65,10 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             weight, round and what is done about a step are of a replica as a whole.
         bucket_cap_mb: approximate size of a bucket, and so of a message, in MiB. None: 25 on the
             CPU, 256 on GPUs; a model of one dtype below it is one message to each neighbor.
-        nonfinite: what a step does whose gradients hold an inf or a nan, unless a GradScaler
-            decides. "raise" and "skip" do not update this rank's parameters and take the round,
-            which conserves the mass; then "raise" raises a NonFiniteError on this rank and on the
-            ranks that receive its message. "allow" checks nothing.
+        nonfinite: what a step does if its gradients hold an inf or a nan, unless a GradScaler
+            decides. "skip" does not update this rank's parameters but takes the round, so that the
+            mass is conserved; "raise" does so too, and raises a NonFiniteError on this rank and on
+            the ranks that receive its message. "allow" checks nothing.
         membership: an object such as ``Lighthouse()``: who trains together, while processes come
             and go and the others train on. It makes the process groups, on CPUs with gloo, in
             place of ``init_process_group``. None: the ranks of the group, all of which must stay.

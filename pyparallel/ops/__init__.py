@@ -5,8 +5,8 @@ for ops without a CUDA library. ``python -m pyparallel doctor`` prints the outco
 
 All raise before anything is written: a ValueError of a tensor of another shape, dtype, device or
 layout, of a number or a format out of range, or if what they write overlaps another argument
-(``predict_sgd`` and ``predict_adam`` may write an argument itself); and a RuntimeError if it
-requires grad in grad mode, or is an inference tensor outside inference mode. To avoid a host
+(``predict_sgd`` and ``predict_adam`` may write an argument itself). What they write must neither
+require grad in grad mode nor be an inference tensor outside: a RuntimeError. To avoid a host
 synchronization, some is checked on the CPU alone: masses, of at least 0 and a positive sum, and
 messages, whose corruption is a RuntimeError; on a GPU that of earlier messages is.
 """

@@ -104,7 +104,7 @@ def adamw_step_(
     1. ``messages`` are averaged into ``param``, as ``mix_`` does with ``mass`` and ``masses``;
        with ``mix_after`` between 3 and 4.
     2. AdamW (Loshchilov & Hutter, arXiv 1711.05101) steps on the numerator ``mass * param`` of
-       PushSum, as Stochastic Gradient Push does (Assran et al., arXiv 1811.10792): decoupled decay
+       PushSum, as Stochastic Gradient Push does (Assran et al., arXiv 1811.10792). Decoupled decay
        ``param *= 1 - lr * weight_decay`` is scale-free, and the update is
        ``param -= lr / mass * m_hat / (sqrt(v_hat) + eps)``. With ``decoupled=False`` it is Adam
        (Kingma & Ba, arXiv 1412.6980): decay adds ``weight_decay * mass * param`` to the gradient.

@@ -62,7 +62,7 @@ def orthogonalize_(matrices: Sequence[Tensor]) -> None:
     Column ``j`` becomes its component orthogonal to the earlier ones, normalized: ``Q`` of a QR
     factorization whose ``R`` has a positive diagonal. A column that depends on the earlier ones
     (its component is at most 1e-6 of its norm, or it is zero) becomes a unit vector orthogonal to
-    all others: so the result is orthonormal for any input, and a power iteration that has lost a
+    all others. So the result is orthonormal for any input, and a power iteration that has lost a
     direction finds another. PowerSGD (Vogels et al., NeurIPS 2019, arXiv 1905.13727) needs both.
     NaN and inf come out as NaN.
 

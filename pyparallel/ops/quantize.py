@@ -159,10 +159,10 @@ def quantize(
     """Encode a buffer in 8, 4 or 2 bits per entry, optionally with error feedback in the same pass.
 
     Each block of ``block_size`` entries of ``acc = x + residual`` is divided by its scale, its
-    largest magnitude over the largest number of the format, and rounded: to nearest (ties to even),
-    or stochastically, so that the decoded value is ``acc`` in expectation (QSGD, Alistarh et al.,
-    NeurIPS 2017, arXiv 1610.02132). The rounding error becomes the residual (error feedback, Seide
-    et al., Interspeech 2014; Karimireddy et al., ICML 2019, arXiv 1901.09847).
+    largest magnitude over the largest number of the format. It is rounded to nearest (ties to
+    even), or stochastically: then the decoded value is ``acc`` in expectation (QSGD, Alistarh et
+    al., NeurIPS 2017, arXiv 1610.02132). The rounding error becomes the residual (error feedback,
+    Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, arXiv 1901.09847).
 
     Formats: 8 bits "int" (-127 to 127), 4 bits "int" (-7 to 7), 8 bits "e4m3" and "e5m2", which are
     ``torch.float8_e4m3fn`` and ``torch.float8_e5m2`` bit for bit; and, only here,
@@ -193,12 +193,12 @@ def quantize(
             costs more than the op. None: new tensors.
 
     Returns:
-        The codes and the scales. Codes are (n,) int8 for 8 bits "int"; (n,) uint8 for "e4m3",
-        "e5m2" and "natural" (128 for a negative entry, plus 0 for 0, 1 to 125 for 2**-80 to 2**44,
-        126 for inf; 127 is nan); (ceil(n / 2),) uint8 for 4 bits ("e3m0": 8 for a negative entry,
-        plus 0 for 0, 1 to 7 for 1 to 64) and (ceil(n / 4),) for 2 (0, 1, or 2 for -1), the first
-        entry in the lowest bits, 0 after the last. Scales are (ceil(n / block_size),) float32; (0,)
-        for "natural".
+        The codes and the scales. Codes are (n,) int8 for 8 bits "int", (n,) uint8 for the other 8
+        bits, (ceil(n / 2),) uint8 for 4 and (ceil(n / 4),) for 2, the first entry in the lowest
+        bits, 0 after the last. "natural" has 128 for a negative entry, plus 0 for 0, 1 to 125 for
+        2**-80 to 2**44, 126 for inf; 127 is nan. "e3m0" has 8 for a negative entry, plus 0 for 0, 1
+        to 7 for 1 to 64. "ternary" has 0, 1, or 2 for -1. Scales are (ceil(n / block_size),)
+        float32; (0,) for "natural".
     """
     check_buffer("x", x)
     kind = find_format(bits, format, block_size)
@@ -230,9 +230,9 @@ def dequantize(
 ) -> Tensor:
     """Decode messages of ``quantize``: each code times the scale of its block.
 
-    Messages are not trusted. An entry is corrupt if its code is one that ``quantize`` never emits
-    (-128, or -8 of 4 bits; an inf or a nan of 8-bit floats; 3 of "ternary"; -0 of "e3m0", -0 or
-    -nan of "natural"), or if its block's scale is negative or infinite. The CPU rejects the whole
+    Messages are not trusted. An entry is corrupt if its block's scale is negative or infinite, or
+    if its code is one that ``quantize`` never emits: -128, or -8 of 4 bits; an inf or a nan of
+    8-bit floats; 3 of "ternary"; -0 of "e3m0", -0 or -nan of "natural". The CPU rejects the whole
     message before anything is written. Elsewhere, without a host synchronization, a corrupt entry
     is written as 0, or adds nothing, and is counted.
 

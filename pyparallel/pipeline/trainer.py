@@ -293,9 +293,9 @@ class PipelineTrainer(Trainer):
             kwargs: keyword arguments of the first layer, read and split as ``args``.
 
         Returns:
-            The mean loss of the batch, with schedules that flush on every rank. With others on the
-            rank of the last stage alone; elsewhere that of an earlier step, the newest that has
-            come with gradients, and nan until one has: so it must not decide what all ranks do,
+            The mean loss of the batch, with schedules that flush on every rank, with others on the
+            rank of the last stage alone. Elsewhere it is that of an earlier step, the newest that
+            has come with gradients, and nan until one has. So it must not decide what all ranks do,
             such as an early stop, as that of ``evaluate`` may.
 
         Raises:

@@ -61,10 +61,10 @@ class SubnetTrainer(Trainer):
         optimizer_state: what happens to it at a merge: ``CarryState()`` (default) or
             ``ResetState()``.
         scale: scaling of subnets: ``Unscaled()`` (default), ``Averaged()`` or ``Scaled()``.
-        nonfinite: "raise": where a subnet's parameters, its optimizer's state or a buffer would
-            bring a nan (or an inf, which buffers may have) into the full model, ``step()``,
-            ``flush()`` and ``full_model()`` raise the same NonFiniteError on all ranks, which names
-            the first such rank and tensor, before anything is merged. "skip": also, a step whose
+        nonfinite: "raise": ``step()``, ``flush()`` and ``full_model()`` raise a NonFiniteError on
+            all ranks, before anything is merged, where a subnet's parameters, its optimizer's state
+            or a buffer would bring a nan into the full model, or an inf, which buffers may have. It
+            names the first such rank and tensor. "skip": also, a step whose
             gradients have a nan or an inf changes nothing on its rank, but counts; on a GPU the
             host waits for each step. Both cost a pass over what they read. "allow": nothing.
 

@@ -42,9 +42,9 @@ class Learned(Compressor):
     parameter-server variant.
 
     Bytes sent, for k entries at shared indices and a code of length c (k / 4 by default): 4 k of
-    indices, 8 per innovation to every rank; in the second phase an all-reduce of 4 k, and for
-    training one of 4 c and one of 4 per weight (21008 by default); in the third phase an all-reduce
-    of 4 c. Codes stay float32, since shares of a rounded mean would not average to it. Each buffer
+    indices, 8 per innovation to every rank. In the second phase there is an all-reduce of 4 k, and
+    for training one of 4 c and one of 4 per weight (21008 by default); in the third one of 4 c
+    alone. Codes stay float32, since shares of a rounded mean would not average to it. Each buffer
     (a DDP bucket) has its own auto-encoder, with 8 bytes per weight; ``state.common["loss"]`` is
     its last loss, below 1 if anything was learned.
 

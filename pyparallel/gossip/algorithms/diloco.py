@@ -125,7 +125,7 @@ class StreamingDiLoCo(DiLoCo):
 class SparseLoCo(DiLoCo):
     """DiLoCo that sends the largest entries of each chunk, in two bits, with error feedback.
 
-    Sarfi et al., arXiv 2508.15706; the defaults are those of their public training code, but that
+    Sarfi et al., arXiv 2508.15706, with the defaults of their public training code. Unlike there,
     ranks' differences are not clipped to their median norm, and an entry is averaged over all ranks
     instead of those that sent it. 0.22 bits a parameter and outer step.
     """

@@ -49,9 +49,9 @@ class Hierarchical(Algorithm):
 
     Each rank of a node gossips its own shard of the parameters with the ranks of equal local rank
     in other nodes, and the node gathers the shards when they have changed. With M bytes of
-    parameters, r ranks per node and d messages per round, a step sends per rank d M / r to other
-    nodes (d M per node, over all its links) and, within the node, (r - 1) / r M for the shards and
-    2 (r - 1) / r M for the gradients.
+    parameters, r ranks per node and d messages per round, a rank sends d M / r to other nodes in a
+    step: d M per node, over all its links. Within the node it sends (r - 1) / r M for the shards
+    and 2 (r - 1) / r M for the gradients.
 
     With one rank per node it is the inner algorithm. A step inside ``no_sync()`` is an error, as
     the ranks of a node would diverge. So are unequal numbers of batches in ``join()``: a rank

@@ -39,10 +39,10 @@ def slowmo_(
 class SlowMo(Periodic):
     """Slow momentum around another algorithm (Wang et al., ICLR 2020, arXiv 1910.00643).
 
-    Every ``interval`` steps the ranks average exactly, update the slow momentum
-    ``u = momentum * u + (x_old - average) / lr``, where x_old is the result of the last outer step,
-    and continue from ``x_old - outer_lr * lr * u``, with the ``lr`` of the first parameter group of
-    rank 0's optimizer, or of its first one.
+    Every ``interval`` steps the ranks average exactly and update the slow momentum
+    ``u = momentum * u + (x_old - average) / lr``, where x_old is the result of the last outer step.
+    They continue from ``x_old - outer_lr * lr * u``. The ``lr`` is that of the first parameter
+    group of rank 0's (first) optimizer.
 
     Args:
         inner: ``SGP(...)``, ``OSGP(...)`` or ``DPSGD(...)``; None: no communication between

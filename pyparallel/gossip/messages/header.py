@@ -1,8 +1,8 @@
 """Headers of gossip messages, by which a rank checks a message before it is used.
 
 A header is one row of 8 float64, sent beside each message: the push-sum mass, the trainer's number,
-the round, the length of the message in bytes (negative for a difference to an earlier one), the
-sender's counts (`StepCounts`), and how many entries of its last gradient were not finite.
+the round, the message's bytes, the sender's counts (`StepCounts`), and how many entries of its last
+gradient were not finite. A message that is a difference to an earlier one has negative bytes.
 """
 
 from collections import deque

@@ -1,8 +1,8 @@
 """The layers of transformers' models: embeddings, blocks that need attention masks, and heads.
 
-Between layers travels the hidden state of shape (batch, sequence, width), alone or in a tuple with
-what was given of the attention mask, as bool, and the position ids, as int64, both (batch,
-sequence), and with a head that pools it the last token of each sample, as int32. Each stage
+Between layers travels the hidden state of shape (batch, sequence, width), alone or in a tuple. The
+tuple has what was given of the attention mask, as bool, and the position ids, as int64, both of
+shape (batch, sequence); with a head that pools it also each sample's last token, as int32. A stage
 computes from them what its blocks need, such as the causal mask.
 """
 

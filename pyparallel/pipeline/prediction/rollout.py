@@ -21,7 +21,7 @@ class Rollout(Prediction):
     """The next steps of SGD with momentum, in closed form.
 
     With momentum u, dampening d and all future gradients assumed to be g, the next momentum buffers
-    are ``u^i * m + (1 - d) * (1 + u + ... + u^(i-1)) * g`` for i = 1, 2, ..., and the prediction is
+    are ``u^i * m + (1 - d) * (1 + u + ... + u^(i-1)) * g`` for i = 1, 2, .... The prediction is
     ``weights - lr *`` their sum up to the horizon; with Nesterov momentum each step is ``g + u *``
     that. It is exact for constant gradients, where ``Displacement`` is wrong until the momentum has
     converged. Weight decay is that of the last step.

@@ -51,8 +51,8 @@ def backward_input(
 
     Both halves together compute what ``torch.autograd.backward`` does, each gradient once and
     bitwise equal (Qi et al., ICLR 2024, call them B and W). Some parameters' gradients are computed
-    in the first half and only accumulated in the second: those of consecutive layers that share
-    parameters, of custom Python functions (compiled stages), and of kernels that compute all
+    in the first half and only accumulated in the second. They are those of consecutive layers that
+    share parameters, of custom Python functions (compiled stages), and of kernels that compute all
     gradients at once (batch norm, PReLU, RNNs; attention with a learned query, key or value).
     Hooks on an activation run in both halves, post-accumulate hooks of such a parameter in neither.
 

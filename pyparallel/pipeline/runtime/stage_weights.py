@@ -3,7 +3,7 @@
 Parameters are views of flat buffers. In a forward or backward they point into the buffers of the
 version that the policy returns for it. A tensor that autograd has saved in the forward is replaced
 in the backward if its memory is in the buffers of another version, by the same view of the
-backward's: so every operation, a Linear or ``x @ w``, reads the same version. (Swapping
+backward's. So every operation, a Linear or ``x @ w``, reads the same version. (Swapping
 ``parameter.data`` alone would mix them: some operations save a view of the old memory, others the
 parameter.)
 """

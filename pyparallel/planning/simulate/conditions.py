@@ -64,11 +64,11 @@ class Failures:
     Goodput is the share of all ranks' time that is spent on steps that count. A failure ends one
     machine, at any moment with the same probability, but nothing fails while it stands still:
 
-    - if ranks average over all, all stop for ``restart``, and what was computed since the last
-      checkpoint, half of ``checkpoint`` on average, is lost;
-    - in gossip the machine's ranks stop for ``restart`` and join again with a neighbor's weights,
-      and all others wait for ``detect``;
-    - of ``learners`` of equal size, which all-reduce inside, one stops for ``restart``.
+    - If ranks average over all, all stop for ``restart``, and what was computed since the last
+      checkpoint, half of ``checkpoint`` on average, is lost.
+    - In gossip the machine's ranks stop for ``restart`` and join again with a neighbor's weights;
+      all others wait for ``detect``.
+    - Of ``learners`` of equal size, which all-reduce inside, one stops for ``restart``.
 
     Args:
         mtbf: mean time between failures anywhere in the run.

@@ -32,9 +32,9 @@ class Partition:
             children); "" is the model itself. Modules that no rule names are not cut. None infers
             the hidden dimensions of an ``nn.Sequential``: ``{"": SequentialChain()}``.
         seed: of the draws.
-        copies: how many ranks have each unit, a divisor of their number: so many neighboring ranks
-            train the same subnet, of so many times more units, and a merge averages them. 1: the
-            paper's; all ranks: local SGD, whose optimizer state is averaged too if it is carried.
+        copies: how many ranks have each unit, a divisor of their number. Neighboring ranks, this
+            many, train the same subnet with as many times more units, and a merge averages them. 1:
+            the paper's; all ranks: local SGD, which averages optimizer state that is carried, too.
     """
 
     rules: Rules | None = None

@@ -80,8 +80,8 @@ class LeaderSGD(Algorithm):
     too. LBFGS is pulled once a step, from where the step began.
 
     With ``local_pull``, ``global_pull``, ``local_drift`` or ``global_drift`` it is the rule of the
-    authors' code instead, whose pull comes after the update and is not scaled by the learning rate:
-    ranks that receive x_L move at once, x <- (1 - c) x + c x_L with c = ``local_pull``, and after
+    authors' code instead, whose pull comes after the update and is not scaled by the learning rate.
+    Ranks that receive x_L move at once, x <- (1 - c) x + c x_L with c = ``local_pull``, and after
     every local step ``local_drift / interval`` of the way to the last x_L; likewise for x_G.
 
     Losses are compared by their mean since the last comparison, of a sharded replica also over the
