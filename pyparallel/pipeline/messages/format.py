@@ -1,7 +1,8 @@
 """The wire format of a tensor or a tuple of tensors: a fixed-size header and a packed payload.
 
 Headers, and payloads behind them, are in the host's memory, and are written and read there by
-address: after a microbatch has emptied the caches, each operation of torch would take 10 us.
+address: after a microbatch has emptied the caches, each operation of torch would take 10 us. What
+describes tensors is kept by their metadata, as the same ones are sent in each step.
 """
 
 import ctypes
@@ -12,6 +13,7 @@ import zlib
 from array import array
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -26,10 +28,10 @@ HEADER_BYTES = 8 * HEADER_WORDS
 _NUMBER = 1  # the index of the message's number in a header
 _UNWRITTEN = -1  # never a message's number; in bytes too
 _CHECKSUM = 5  # the index of the CRC-32 of all other words
-_BATCH = 6  # of the batch's four words
-_LOSS = 10  # a float64
 _BEGIN = 11  # of what describes the tensors, or of the error
 _CALL = HEADER_WORDS - 6  # of the sender's call, up to the end
+_BEGINNING = struct.Struct("9q2d")  # of a header, up to _BEGIN
+_DESCRIPTION_BYTES, _CALL_BYTES = 8 * (_CALL - _BEGIN), 8 * (HEADER_WORDS - _CALL)
 _ALIGNMENT_BYTES = 64
 _ONE_TENSOR = 3  # the count of a value that is a tensor and not a tuple
 _FAILURE = -1  # in place of a count, as are -2 - kind of a refusal
@@ -98,7 +100,7 @@ class Header:
     @property
     def num_bytes(self) -> int:
         """Return the size of the payload, its tensors aligned."""
-        return sum(aligned(e.dtype.itemsize * math.prod(e.shape)) for e in self.tensors)
+        return _num_bytes(self.tensors)
 
     def to_tensor(self, capacity: int = 0) -> Tensor:
         """Return the header as an int64 tensor with room for a payload of ``capacity`` bytes."""
@@ -107,32 +109,27 @@ class Header:
             text, count = self.refusal.text, _FAILURE - 1 - self.refusal.kind
         elif self.failure is not None:
             count = _FAILURE
-        words = array("q", (self.stream, self.number, self.received, count, self.via_host, 0))
-        words.extend(self.batch[:3])
-        words.frombytes(struct.pack("2d", self.batch.target, self.loss))
-        for meta in self.tensors:
-            require(meta.dtype in _DTYPES, "tensors to send must be of a plain dtype", meta.dtype)
-            words.extend((_DTYPES.index(meta.dtype), meta.differentiable, len(meta.shape)))
-            words.extend(meta.shape)
-        rule = f"a value to send must have at most about {_CALL // 6} tensors"
-        require(len(words) <= _CALL, rule, len(self.tensors))
-        rest, of_call = 8 * (_CALL - len(words)), HEADER_BYTES - 8 * _CALL
-        words.frombytes((text or "").encode()[:rest].ljust(rest, b"\0"))
-        words.frombytes(self.call[:of_call].ljust(of_call, b"\0"))
-        words[_CHECKSUM] = zlib.crc32(words)
+        numbers = self.stream, self.number, self.received, count, self.via_host
+        words = bytearray(_BEGINNING.pack(*numbers, 0, *self.batch, self.loss))
+        if text is None:
+            words += _describe_tensors(self.tensors)
+        else:
+            words += text.encode()[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES, b"\0")
+        words += self.call[:_CALL_BYTES].ljust(_CALL_BYTES, b"\0")
+        struct.pack_into("q", words, 8 * _CHECKSUM, zlib.crc32(words))
         tensor = new_header(capacity)
-        ctypes.memmove(tensor.data_ptr(), words.buffer_info()[0], HEADER_BYTES)
+        ctypes.memmove(tensor.data_ptr(), bytes(words), HEADER_BYTES)
         return tensor
 
 
 def cut_failure(text: str) -> str:
     """Return what a receiver reads of a failure's text: as much as a header has room for."""
-    return text.encode()[: 8 * (_CALL - _BEGIN)].decode(errors="ignore")
+    return text.encode()[:_DESCRIPTION_BYTES].decode(errors="ignore")
 
 
 def read_call(tensor: Tensor) -> str:
     """Return the call that the sender of a header was in."""
-    words = ctypes.string_at(tensor.data_ptr() + 8 * _CALL, HEADER_BYTES - 8 * _CALL)
+    words = ctypes.string_at(tensor.data_ptr() + 8 * _CALL, _CALL_BYTES)
     return words.rstrip(b"\0").decode(errors="replace")
 
 
@@ -150,16 +147,16 @@ def has_arrived(header: Tensor) -> bool:
 
 def read_header(tensor: Tensor) -> Header:
     """Return the header that ``to_tensor`` encoded; a ValueError if it is none, or damaged."""
-    words = array("q", ctypes.string_at(tensor.data_ptr(), HEADER_BYTES))
-    checksum, words[_CHECKSUM] = words[_CHECKSUM], 0
-    if checksum != zlib.crc32(words):
+    words = ctypes.string_at(tensor.data_ptr(), HEADER_BYTES)
+    *numbers, checksum, samples, total, has_short_form, target, loss = _BEGINNING.unpack_from(words)
+    before, after = words[: 8 * _CHECKSUM], words[8 * (_CHECKSUM + 1) :]
+    if checksum != zlib.crc32(after, zlib.crc32(bytes(8), zlib.crc32(before))):
         raise ValueError("a wrong checksum")
-    stream, number, received, count, via_host = words[:_CHECKSUM]
-    samples, total, has_short_form = words[_BATCH : _LOSS - 1]
-    target, loss = struct.unpack("2d", words[_LOSS - 1 : _BEGIN])
+    stream, number, received, count, via_host = numbers
     batch = BatchMeta(samples, total, bool(has_short_form), target)
+    description = words[8 * _BEGIN : 8 * _CALL]
     if _FAILURE - len(RefusalKind) <= count <= _FAILURE:
-        text = words[_BEGIN:_CALL].tobytes().rstrip(b"\0").decode(errors="ignore")
+        text = description.rstrip(b"\0").decode(errors="ignore")
         if count == _FAILURE:
             return Header(stream, number, received, failure=text)
         refusal = Refusal(RefusalKind(_FAILURE - 1 - count), text)
@@ -171,16 +168,40 @@ def read_header(tensor: Tensor) -> Header:
         or via_host not in (0, 1)
     ):
         raise ValueError(f"a count of {count} and a place of {via_host}")
-    tensors, at = [], _BEGIN
-    for _ in range(count // 2):
-        tensors.append(_read_meta(words[at:_CALL]))
-        at += 3 + len(tensors[-1].shape)
+    tensors = _read_tensors(description, count // 2)
     header = Header(
-        stream, number, received, tuple(tensors), is_single, None, bool(via_host), None, batch, loss
+        stream, number, received, tensors, is_single, None, bool(via_host), None, batch, loss
     )
     if header.num_bytes > _MEMORY_BYTES:
         raise ValueError(f"a value of {header.num_bytes} bytes, more than this machine's memory")
     return header
+
+
+@lru_cache
+def _num_bytes(tensors: tuple[TensorMeta, ...]) -> int:
+    return sum(aligned(each.dtype.itemsize * math.prod(each.shape)) for each in tensors)
+
+
+@lru_cache
+def _describe_tensors(tensors: tuple[TensorMeta, ...]) -> bytes:
+    """Return what a header has of its tensors, up to the sender's call."""
+    words = array("q")
+    for meta in tensors:
+        require(meta.dtype in _DTYPES, "tensors to send must be of a plain dtype", meta.dtype)
+        words.extend((_DTYPES.index(meta.dtype), meta.differentiable, len(meta.shape)))
+        words.extend(meta.shape)
+    rule = f"a value to send must have at most about {_CALL // 6} tensors"
+    require(len(words) <= _CALL - _BEGIN, rule, len(tensors))
+    return words.tobytes().ljust(_DESCRIPTION_BYTES, b"\0")
+
+
+@lru_cache
+def _read_tensors(description: bytes, number: int) -> tuple[TensorMeta, ...]:
+    tensors, words = list[TensorMeta](), array("q", description)
+    for _ in range(number):
+        tensors.append(_read_meta(words))
+        words = words[3 + len(tensors[-1].shape) :]
+    return tuple(tensors)
 
 
 def _read_meta(words: "array[int]") -> TensorMeta:

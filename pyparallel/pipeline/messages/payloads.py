@@ -66,10 +66,10 @@ class GlooPayloads(Payloads):
     def prefetch(self, streams: Sequence[int]) -> None:
         pending = Counter[int]()
         for stream in streams:
-            pending[stream] += 1
             length = self._usual_received.get(stream)
             if length is None or length <= self._inline_bytes:
                 continue
+            pending[stream] += 1
             while len(self._prefetched[stream]) < pending[stream]:
                 self._prefetched[stream].append(self._post(stream, length, usual=True))
 
