@@ -766,7 +766,7 @@ def main() -> int:
     options = parser.parse_args()
     failed = False
     with tempfile.TemporaryDirectory() as folder:
-        for each in ("pyparallel", "csrc", "tests", "kernels", "benchmarks", "examples"):
+        for each in ("pyparallel", "csrc", "tests", "kernels", "benchmarks", "examples", "docs"):
             shutil.copytree(ROOT / each, Path(folder) / each)
         for each in ("pyproject.toml", "README.md", "CMakeLists.txt", "setup.py"):
             shutil.copy(ROOT / each, folder)
