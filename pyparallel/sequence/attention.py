@@ -42,10 +42,8 @@ def attend(
         scores = _scores(q, k, scale, is_causal)
         lse = scores.logsumexp(-1, keepdim=True)
         return scores.sub_(lse).exp_() @ v, lse
-    flash: Any = aten._scaled_dot_product_flash_attention.default
-    if q.is_cpu:
-        flash = aten._scaled_dot_product_flash_attention_for_cpu.default
-    out, lse, *_ = flash(q, k, v, 0.0, is_causal, scale=scale)
+    name = "_scaled_dot_product_flash_attention" + "_for_cpu" * q.is_cpu
+    out, lse, *_ = getattr(aten, name)(q, k, v, 0.0, is_causal, scale=scale)
     return out, lse.unsqueeze(-1)
 
 
@@ -78,15 +76,14 @@ def attend_backward(
         delta = (grad * out).sum(-1, keepdim=True)
         ds = (grad @ v.mT).sub_(delta).mul_(p).mul_(scale)  # dp - delta, times p
         return ds @ k, ds.mT @ q, p.mT @ grad
-    tensors, rest = (grad, q, k, v, out, lse.squeeze(-1).contiguous()), (0.0, is_causal)
-    flash: Any = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    tensors, options = (grad, q, k, v, out, lse.squeeze(-1).contiguous()), (0.0, is_causal)
+    backward: Any = aten._scaled_dot_product_flash_attention_for_cpu_backward
     if not q.is_cpu:
-        flash = aten._scaled_dot_product_flash_attention_backward.default
-        # No sequences of several lengths; and the state of the random numbers of a dropout of 0.
+        backward = aten._scaled_dot_product_flash_attention_backward
+        # No sequences of several lengths; and no random numbers, as nothing is dropped out.
         tensors = (*tensors, None, None, q.shape[2], k.shape[2])
-        rest = (*rest, *[q.new_empty(2, dtype=torch.uint64)] * 2)
-    grads: tuple[Tensor, Tensor, Tensor] = flash(*tensors, *rest, scale=scale)
-    return grads
+        options = (*options, *[q.new_empty(2, dtype=torch.uint64)] * 2)
+    return backward(*tensors, *options, scale=scale)  # type: ignore[no-any-return]
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, is_causal: bool) -> Tensor:
