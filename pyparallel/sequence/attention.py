@@ -76,14 +76,16 @@ def attend_backward(
         delta = (grad * out).sum(-1, keepdim=True)
         ds = (grad @ v.mT).sub_(delta).mul_(p).mul_(scale)  # dp - delta, times p
         return ds @ k, ds.mT @ q, p.mT @ grad
-    tensors, options = (grad, q, k, v, out, lse.squeeze(-1).contiguous()), (0.0, is_causal)
-    backward: Any = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    if not q.is_cpu:
-        backward = aten._scaled_dot_product_flash_attention_backward
-        # No sequences of several lengths; and no random numbers, as nothing is dropped out.
-        tensors = (*tensors, None, None, q.shape[2], k.shape[2])
-        options = (*options, *[q.new_empty(2, dtype=torch.uint64)] * 2)
-    return backward(*tensors, *options, scale=scale)  # type: ignore[no-any-return]
+    lse = lse.squeeze(-1).contiguous()
+    name, lengths, random = "_scaled_dot_product_flash_attention", list[Any](), list[Tensor]()
+    if q.is_cpu:
+        name += "_for_cpu"
+    else:  # no sequences of several lengths; and no random numbers, as nothing is dropped out
+        lengths = [None, None, q.shape[2], k.shape[2]]
+        random = [q.new_empty(2, dtype=torch.uint64)] * 2
+    arguments = grad, q, k, v, out, lse, *lengths, 0.0, is_causal, *random
+    added = getattr(aten, f"{name}_backward")(*arguments, scale=scale)
+    return cast("tuple[Tensor, Tensor, Tensor]", added)
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, is_causal: bool) -> Tensor:
@@ -141,8 +143,7 @@ def _backward(
                 of_rows = tuple(each[:, :, rows] for each in of_all)
                 new = attend_backward(*seen, of_rows, ring.scale, is_causal, ring.uses_flash)
                 grad_q[:, :, rows] += new[0]
-                for index in (0, 1):
-                    grads[index, :, :, columns] += new[1 + index]
+                grads[:, :, :, columns] += torch.stack(new[1:])
         wait()
         if grads is not None and arriving is not None:
             grads += arriving

@@ -281,9 +281,8 @@ class StepHooks:
 
 def refuse_capture() -> None:
     """Raise a RuntimeError while a CUDA graph is captured, before a trainer's step."""
-    if torch.compiler.is_compiling() or not torch.cuda.is_initialized():
-        return
-    if torch.cuda.is_current_stream_capturing():
+    is_eager = not torch.compiler.is_compiling()
+    if is_eager and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a trainer must step outside of a CUDA graph, got a call while one is captured: its "
             "replays would send the messages of this step again; capture forward and backward alone"
