@@ -76,7 +76,7 @@ def double(*numbers: float) -> Tensor:
 def steps(numel: int) -> list[Call]:
     """Return the optimizer steps, with a message in, one out and a prediction, and predictions."""
     param, grad, mean, out, incoming, message = (torch.randn(numel) for _ in range(6))
-    square, step = torch.rand(numel), torch.tensor(1.0)
+    square, step, flag = torch.rand(numel), torch.tensor(1.0), torch.tensor(False)
     around: dict[str, Any] = {
         "lr": double(1e-3), "horizon": double(2), "mass": double(1), "messages": [incoming],
         "masses": torch.zeros(1, dtype=torch.float64), "prediction": out, "message": message,
@@ -100,6 +100,7 @@ def steps(numel: int) -> list[Call]:
             "sgd_step_", lambda: ops.sgd_step_(param, grad, mean, momentum=0.9, **around),
             f"_fused_sgd_, {alone}", lambda: torch._fused_sgd_(*lists, **momentum, **fused),
         ),
+        Call("clear_nonfinite_", lambda: ops.clear_nonfinite_([param], flag)),
         Call(
             "predict_adam",
             lambda: ops.predict_adam(param, mean, square, **betas, step=double(1), **numbers),

@@ -134,7 +134,14 @@ def take_messages(
 def grad_table(
     param: Tensor, grads: list[Tensor], offsets: list[int]
 ) -> tuple[Tensor, Tensor, int]:
-    """Return a tensor of the gradients' dtype, the table of where they lie, and its rows.
+    """Return a tensor of the gradients' dtype, the table of where they lie, and its rows."""
+    return grads[0] if grads else param, *new_table(param.numel(), param.device, grads, offsets)
+
+
+def new_table(
+    numel: int, device: torch.device, grads: list[Tensor], offsets: list[int]
+) -> tuple[Tensor, int]:
+    """Return the table of where gradients lie that cover parts of ``numel`` elements, and its rows.
 
     A row has the first element of a range with one gradient or none, and the gradient's address or
     0; rows behind the last range have the number of elements. Gradients at the same addresses get
@@ -145,12 +152,12 @@ def grad_table(
         for grad, begin in zip(grads, offsets, strict=True)
         if grad.numel() > 0
     )
-    stream = torch.cuda.current_stream(param.device) if param.is_cuda else None
+    on_gpu = device.type == "cuda"
+    stream = torch.cuda.current_stream(device) if on_gpu else None
     # A table that is made while a graph is captured lies in the graph's memory.
-    is_captured = param.is_cuda and torch.cuda.is_current_stream_capturing()
-    new_table = _new_table.__wrapped__ if is_captured else _new_table
-    table = new_table(places, param.numel(), param.device, stream)
-    return grads[0] if grads else param, table, len(table)
+    is_captured = on_gpu and torch.cuda.is_current_stream_capturing()
+    table = (_new_table.__wrapped__ if is_captured else _new_table)(places, numel, device, stream)
+    return table, len(table)
 
 
 @functools.lru_cache(maxsize=256)

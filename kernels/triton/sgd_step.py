@@ -1,4 +1,6 @@
-"""``sgd_step_`` in Triton, for GPUs without the compiled CUDA library."""
+"""``sgd_step_`` in Triton, for GPUs without the compiled CUDA library; ``clear_nonfinite_``."""
+
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -21,10 +23,14 @@ from ._step import (
     load_grad,
     load_grads,
     mix_messages,
+    new_table,
     settle,
     store_rounded,
     take_messages,
 )
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PARTS = 32  # of a tensor that is cleared: programs, of which each has nothing to do in most steps
 
 
 @triton.jit
@@ -180,3 +186,36 @@ def sgd_step_(
 
 
 register("sgd_step_", sgd_step_)
+
+
+@triton.jit
+def _clear_nonfinite_kernel(like, table, found, PART: tl.constexpr):
+    row = table + 2 * tl.program_id(0)
+    if tl.load(found) != 0:
+        numel = tl.load(row + 2) - tl.load(row)
+        tensor = tl.load(row + 1).to(like.dtype)
+        first = tl.program_id(1) * PART
+        for begin in range(first, numel, tl.num_programs(1) * PART):
+            offsets = begin + tl.arange(0, PART)
+            is_finite = tl.abs(load(tensor, offsets, offsets < numel)) < float("inf")  # not of NaN
+            zero = tl.zeros([PART], like.dtype.element_ty)
+            tl.store(tensor + offsets, zero, mask=(is_finite == 0) & (offsets < numel))
+
+
+def clear_nonfinite_(tensors: list[Tensor], found: Tensor) -> None:
+    """Launch the kernel for each dtype, with arguments of ``pyparallel.ops.clear_nonfinite_``."""
+    for each in tensors:
+        if each.dtype not in FLOAT_DTYPES or not each.is_contiguous():
+            each.nan_to_num_(0.0, 0.0, 0.0)
+    with torch.cuda.device_of(found):
+        for dtype in FLOAT_DTYPES:
+            fitting = (each for each in tensors if each.dtype == dtype and each.is_contiguous())
+            chosen = [each for each in fitting if each.numel() > 0]
+            *offsets, numel = accumulate((each.numel() for each in chosen), initial=0)
+            if chosen:
+                table, _ = new_table(numel, found.device, chosen, offsets)
+                grid, flag = (len(chosen), PARTS), found.view(torch.uint8)
+                _clear_nonfinite_kernel[grid](chosen[0], table, flag, PART=PART)
+
+
+register("clear_nonfinite_", clear_nonfinite_)

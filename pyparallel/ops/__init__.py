@@ -28,7 +28,7 @@ from .predict_sgd import predict_sgd
 from .quantize import dequantize, dequantize_sum, quantize
 from .quantize_difference import quantize_difference_
 from .random_k import random_k, random_k_indices
-from .sgd_step import sgd_step_
+from .sgd_step import clear_nonfinite_, sgd_step_
 from .top_k import scatter_add_, scatter_chunks, top_k, top_k_chunks
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "Backend",
     "adamw_step_",
     "add_or_clear_",
+    "clear_nonfinite_",
     "dequantize",
     "dequantize_statistical",
     "dequantize_sum",

@@ -1,4 +1,7 @@
-"""``sgd_step_``: SGD fused with gossip averaging before and prediction after the step."""
+"""``sgd_step_``: SGD fused with gossip averaging before and prediction after the step.
+
+And ``clear_nonfinite_`` for the gradients of a step that is not fused.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._checks import Number, as_scalar, check_at_least, require
+from ._checks import Number, as_scalar, by_index, check_at_least, check_tensor, require
 from ._library import checked, define
 from ._step import Shared, check_step, mixed, placed, settle
 from .predict_sgd import predict_sgd_reference
@@ -140,3 +143,30 @@ def sgd_step_(
         maximize,
         *shared,
     )
+
+
+def clear_nonfinite_reference(tensors: list[Tensor], found: Tensor) -> None:
+    """Compute the op in plain PyTorch: the definition that all kernels are tested against."""
+    for tensor in tensors:
+        tensor.nan_to_num_(0.0, 0.0, 0.0)
+
+
+clear_nonfinite_unchecked = define(
+    "clear_nonfinite_(Tensor(a!)[] tensors, Tensor found) -> ()", clear_nonfinite_reference
+)
+_clear_nonfinite_checked = checked(clear_nonfinite_unchecked)
+
+
+def clear_nonfinite_(tensors: Sequence[Tensor], found: Tensor) -> None:
+    """Set the entries that are nan or inf to 0, in place, if there are any.
+
+    The host does not read the flag. With Triton contiguous tensors of one dtype below float64 share
+    a launch, which reads the flag, and is over if it is not set.
+
+    Args:
+        tensors: of any shapes and floating-point dtypes, on one device. Written.
+        found: 0-d bool on their device: whether one of their entries is nan or inf.
+    """
+    for name, tensor in by_index("tensors", tensors).items():
+        check_tensor("found", found, torch.bool, (), tensor.device, f"the device of {name}")
+    _clear_nonfinite_checked(list(tensors), found)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ..comm import Run, StepCounts
 from ..ops._corrupt import CorruptCounter
+from ..ops.sgd_step import clear_nonfinite_unchecked
 from ..training.nonfinite import NonFinitePolicy, all_finite, count_nonfinite, first_nonfinite
 from ..training.shards import gather, local_of
 from .fused_optimizer import FusedOptimizer
@@ -175,8 +176,7 @@ class FiniteSteps:
         elif found is True:
             self._hide(optimizer)
         else:  # the host does not know
-            for values in _values_of(_with_gradients(optimizer)):
-                values.nan_to_num_(0.0, 0.0, 0.0)
+            clear_nonfinite_unchecked(_values_of(_with_gradients(optimizer)), found)
 
     def _count_skipped(self) -> None:
         self.num_skipped += not self._is_skipped

@@ -18,6 +18,7 @@ from ..comm.errors import concise, place_of
 from ..compression import Compressor
 from ..training import Algorithm
 from ..training.arguments import find_error, require
+from ..training.step_hook import refuse_capture
 from ..training.trainer import Trainer, raising_on_all_ranks
 from .arguments import TrainerArguments
 from .build import build_stages
@@ -602,6 +603,8 @@ class PipelineTrainer(Trainer):
 
     def _check_usable(self, *, by_ranks: bool = True) -> None:
         """Check that no call has failed and, ``by_ranks``, that their process group exists."""
+        if by_ranks:
+            refuse_capture()
         if self._pipeline is not None:
             self._pipeline.errors.check_health()
         if by_ranks and self._run.size > 1:

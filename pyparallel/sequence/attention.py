@@ -19,14 +19,32 @@ from ..compression.quantizers.blockwise import BlockwiseCompressor
 from ..training.arguments import check_type, find_error, raise_problem, require, summarize
 from .ring import BACKWARD, FORWARD, WIDE, Causal, Ring
 
+aten = torch.ops.aten
+
+
+def can_use_flash(q: Tensor) -> bool:
+    """Return whether a flash kernel of torch takes q, and k and v like it.
+
+    On the CPU all, on a GPU those of 16 bits with dim a multiple of 8, up to 256, if it has one.
+    """
+    if not q.is_cuda:
+        return q.is_cpu
+    arguments = torch.backends.cuda.SDPAParams(q, q, q, None, 0.0, False, False)
+    return q.shape[3] % 8 == 0 and torch.backends.cuda.can_use_flash_attention(arguments)
+
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool
+    q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool, uses_flash: bool
 ) -> tuple[Tensor, Tensor]:
     """Return o = softmax(scale q k') v, and lse, the log of the softmax's denominators (..., 1)."""
-    scores = _scores(q, k, scale, is_causal)
-    lse = scores.logsumexp(-1, keepdim=True)
-    return scores.sub_(lse).exp_() @ v, lse
+    if not uses_flash:
+        q, k, v = (each.to(WIDE[q.dtype]) for each in (q, k, v))
+        scores = _scores(q, k, scale, is_causal)
+        lse = scores.logsumexp(-1, keepdim=True)
+        return scores.sub_(lse).exp_() @ v, lse
+    name = "_scaled_dot_product_flash_attention" + "_for_cpu" * q.is_cpu
+    out, lse, *_ = getattr(aten, name)(q, k, v, 0.0, is_causal, scale=scale)
+    return out, lse.unsqueeze(-1)
 
 
 def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
@@ -34,21 +52,40 @@ def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
 
     o <- o - sigmoid(lse_j - lse) (o - o_j), and lse <- log(exp(lse) + exp(lse_j)).
     """
-    out.lerp_(other, torch.sigmoid(other_lse - lse))
+    out.lerp_(other.to(out.dtype), torch.sigmoid(other_lse - lse))
     lse.copy_(torch.logaddexp(lse, other_lse))
 
 
 def attend_backward(
-    q: Tensor, k: Tensor, v: Tensor, of_out: tuple[Tensor, ...], *, scale: float, is_causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    of_all: tuple[Tensor, ...],
+    scale: float,
+    is_causal: bool,
+    uses_flash: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what these rows of q and keys add to the gradients of q, k and v.
 
-    ``of_out`` are, of attention to all keys, do, lse, and delta = sum(o do), both (..., 1).
+    ``of_all`` are do, o and lse (..., 1) of attention to all keys.
     """
-    grad, lse, delta = of_out
-    p = _scores(q, k, scale, is_causal).sub_(lse).exp_()
-    ds = (grad @ v.mT).sub_(delta).mul_(p).mul_(scale)  # dp - delta, times p
-    return ds @ k, ds.mT @ q, p.mT @ grad
+    grad, out, lse = of_all
+    if not uses_flash:
+        q, k, v, grad, out = (each.to(lse.dtype) for each in (q, k, v, grad, out))
+        p = _scores(q, k, scale, is_causal).sub_(lse).exp_()
+        delta = (grad * out).sum(-1, keepdim=True)
+        ds = (grad @ v.mT).sub_(delta).mul_(p).mul_(scale)  # dp - delta, times p
+        return ds @ k, ds.mT @ q, p.mT @ grad
+    lse = lse.squeeze(-1).contiguous()
+    name, lengths, random = "_scaled_dot_product_flash_attention", list[Any](), list[Tensor]()
+    if q.is_cpu:
+        name += "_for_cpu"
+    else:  # no sequences of several lengths; and no random numbers, as nothing is dropped out
+        lengths = [None, None, q.shape[2], k.shape[2]]
+        random = [q.new_empty(2, dtype=torch.uint64)] * 2
+    arguments = grad, q, k, v, out, lse, *lengths, 0.0, is_causal, *random
+    added = getattr(aten, f"{name}_backward")(*arguments, scale=scale)
+    return cast("tuple[Tensor, Tensor, Tensor]", added)
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, is_causal: bool) -> Tensor:
@@ -62,16 +99,16 @@ def _scores(q: Tensor, k: Tensor, scale: float, is_causal: bool) -> Tensor:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
-        queries = q.to(WIDE[q.dtype])
-        out, lse = torch.zeros_like(queries), queries.new_full((*q.shape[:3], 1), -math.inf)
-        message = ring.pack(k, v)
+        q = q.contiguous()
+        out = torch.zeros_like(q, dtype=WIDE[q.dtype])
+        lse, message = out.new_full((*q.shape[:3], 1), -math.inf), ring.pack(k, v)
         for step, received in ring.trip(message, FORWARD):
             if received is None:
                 continue
             keys, values = ring.unpack(received, ring.part(step))
             for rows, columns, is_causal in ring.blocks(ring.part(step), q.shape[2]):
-                seen = queries[:, :, rows], keys[:, :, columns], values[:, :, columns]
-                new = attend(*seen, scale=ring.scale, is_causal=is_causal)
+                seen = q[:, :, rows], keys[:, :, columns], values[:, :, columns]
+                new = attend(*seen, ring.scale, is_causal, ring.uses_flash)
                 merge_(out[:, :, rows], lse[:, :, rows], *new)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, message, out, lse)
@@ -91,9 +128,8 @@ def _backward(
     ring: Ring, grad_out: Tensor, q: Tensor, message: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of q, and those of k and v, (2, batch, heads, length, dim)."""
-    queries, grad = (each.to(WIDE[q.dtype]) for each in (q, grad_out))
-    of_out = grad, lse, (grad * out).sum(-1, keepdim=True)
-    me, grad_q = ring.run.group_rank, torch.zeros_like(queries)
+    of_all = grad_out.contiguous(), out, lse
+    me, grad_q = ring.run.group_rank, torch.zeros_like(q, dtype=lse.dtype)
     own, returned = ring.zeros(me), ring.zeros(me)
     arriving: Tensor | None = None
     wait: Callable[[], Any] = list
@@ -103,9 +139,9 @@ def _backward(
             keys, values = ring.unpack(received, ring.part(step))
             grads = ring.zeros(ring.part(step))
             for rows, columns, is_causal in ring.blocks(ring.part(step), q.shape[2]):
-                seen = queries[:, :, rows], keys[:, :, columns], values[:, :, columns]
-                of_rows = tuple(each[:, :, rows] for each in of_out)
-                new = attend_backward(*seen, of_rows, scale=ring.scale, is_causal=is_causal)
+                seen = q[:, :, rows], keys[:, :, columns], values[:, :, columns]
+                of_rows = tuple(each[:, :, rows] for each in of_all)
+                new = attend_backward(*seen, of_rows, ring.scale, is_causal, ring.uses_flash)
                 grad_q[:, :, rows] += new[0]
                 grads[:, :, :, columns] += torch.stack(new[1:])
         wait()
@@ -133,9 +169,13 @@ def ring_attention(
 
     The parts of k and v go around the ring of ranks while each rank computes with the part that it
     has; results are merged by their log-sum-exp (Liu et al., Ring Attention, arXiv 2310.01889). The
-    backward sends k and v around again, with their gradients. It computes, and sends gradients, in
-    float32, or in float64 for float64. All ranks must make the call, and its backward, in the same
-    order.
+    backward sends k and v around again, with their gradients. Results are merged, and gradients
+    added and sent, in float32, or in float64 for float64. All ranks must make the call, and its
+    backward, in the same order.
+
+    Torch's flash kernels attend to each part: on the CPU, and on a GPU for bfloat16 and float16 if
+    dim is a multiple of 8 up to 256. Otherwise plain PyTorch does, in the dtype in which results
+    are merged, for 256 queries at a time. Memory grows with the length, not with its square.
 
     Args:
         q: (batch, heads, length, dim) float64, float32, bfloat16 or float16, of this rank's part.
@@ -181,6 +221,7 @@ def ring_attention(
         causal=causal,
         scale=1 / math.sqrt(q.shape[3]) if scale is None else scale,
         compressor=cast("BlockwiseCompressor | None", compressor),  # others are refused
+        uses_flash=can_use_flash(q),
     )
     with torch.autocast(q.device.type, enabled=False):
         out: Tensor = _RingAttention.apply(q, k, v, ring)  # type: ignore[no-untyped-call]

@@ -18,7 +18,9 @@ from ..compression.quantizers.blockwise import BlockwiseCompressor
 WIDE = {torch.float64: torch.float64} | dict.fromkeys(
     (torch.float32, torch.bfloat16, torch.float16), torch.float32
 )
-"""Each dtype of q, k and v, with the one to compute in."""
+"""Each dtype of q, k and v, with the one in which results are merged and gradients are added."""
+
+MOST_ROWS = 256  # of q, whose scores are in memory at once without a flash kernel
 
 FORWARD, BACKWARD, GRADIENTS = range(3)  # kinds of messages
 
@@ -37,6 +39,7 @@ class Ring:
         lengths: of k and v of each rank.
         like: (batch, heads, 0, dim), of the dtype and on the device of q, k and v.
         compressor: of k and v; None: they are sent as they are.
+        uses_flash: whether torch's flash kernels compute.
     """
 
     run: Run
@@ -46,6 +49,7 @@ class Ring:
     causal: Causal
     scale: float
     compressor: BlockwiseCompressor | None
+    uses_flash: bool
 
     def part(self, step: int) -> int:
         """Return the rank whose part this rank has at a step."""
@@ -60,11 +64,18 @@ class Ring:
 
         The sequence is chunks in order: rows of one see earlier chunks whole, and no later one.
         """
-        for query_chunk, rows in self._chunks(self.run.group_rank, num_queries):
-            for key_chunk, columns in self._chunks(part, self.lengths[part]):
-                is_seen = not self.causal or key_chunk <= query_chunk
-                if is_seen and columns.stop > columns.start:
-                    yield rows, columns, bool(self.causal) and key_chunk == query_chunk
+        most = max(1, num_queries) if self.uses_flash else MOST_ROWS
+        for query_chunk, queries in self._chunks(self.run.group_rank, num_queries):
+            for begin in range(queries.start, queries.stop, most):
+                rows = slice(begin, min(begin + most, queries.stop))
+                for key_chunk, keys in self._chunks(part, self.lengths[part]):
+                    is_own = bool(self.causal) and key_chunk == query_chunk
+                    is_seen = not self.causal or key_chunk <= query_chunk
+                    columns = slice(keys.start, begin) if is_own else keys
+                    if is_seen and columns.stop > columns.start:
+                        yield rows, columns, False
+                    if is_own:
+                        yield rows, rows, True
 
     def _chunks(self, rank: int, length: int) -> list[tuple[int, slice]]:
         if self.causal != "zigzag":
@@ -82,20 +93,20 @@ class Ring:
         return packed
 
     def unpack(self, packed: Tensor, part: int) -> tuple[Tensor, ...]:
-        """Return k and v of a rank by its message, in the dtype to compute in."""
+        """Return k and v of a rank by its message."""
         message = unpack(packed, self._kinds(part))
         if self.compressor is None:
-            return message[0].view(self._shape(part)).to(WIDE[self.like.dtype]).unbind()
+            return message[0].view(self._shape(part)).unbind()
         out = self.zeros(part)
         if out.numel():
             layout = BufferLayout.flat(out.numel())
             self.compressor.decompress(tuple(message), layout, out.view(-1))
-        return out.unbind()
+        return out.to(self.like.dtype).unbind()
 
     def zeros(self, part: int) -> Tensor:
         """Return zeros like k and v of a rank, or their gradients: (2, batch, heads, length, dim).
 
-        They are of the dtype to compute in.
+        They are of the dtype in which gradients are added.
         """
         return self.like.new_zeros(self._shape(part), dtype=WIDE[self.like.dtype])
 

@@ -50,8 +50,12 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
         parts.append(_flatten([each for each in tensors if each.numel() <= limit]))
     if not parts:
         return torch.ones((), dtype=torch.bool, device="cpu")
-    norms = torch._foreach_norm(parts, 2.0 if on_cpu else math.inf)
-    are_finite = torch.stack([norm.float() for norm in norms]).isfinite().all()
+    of_dtypes = [
+        torch.stack(torch._foreach_norm(some, 2.0 if on_cpu else math.inf)).isfinite().all()
+        for dtype in dict.fromkeys(each.dtype for each in parts)
+        if (some := [each for each in parts if each.dtype == dtype])
+    ]
+    are_finite = of_dtypes[0] if len(of_dtypes) == 1 else torch.stack(of_dtypes).all()
     # The Euclidean norm, which is faster there, may overflow where no entry does.
     if on_cpu and not are_finite:
         return torch.tensor(not any(map(count_nonfinite, tensors)), device="cpu")

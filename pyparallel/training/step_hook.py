@@ -7,6 +7,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch.optim import ASGD, LBFGS, Adafactor, Optimizer
 
 from ..comm.errors import concise
@@ -98,6 +99,7 @@ class StepHook:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if is_creating_state():
             return None
+        refuse_capture()
         closure = closure_of(args, kwargs)
         if closure is not None and self._depth and not isinstance(closure, _TrackedClosure):
             self._depth = 0
@@ -275,6 +277,16 @@ class StepHooks:
         if len(self._stepped) == len(self._names):
             self._stepped.clear()
             self._after()
+
+
+def refuse_capture() -> None:
+    """Raise a RuntimeError while a CUDA graph is captured, before a trainer's step."""
+    is_eager = not torch.compiler.is_compiling()
+    if is_eager and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a trainer must step outside of a CUDA graph, got a call while one is captured: its "
+            "replays would send the messages of this step again; capture forward and backward alone"
+        )
 
 
 def name_optimizers(optimizers: Sequence[object]) -> list[str]:

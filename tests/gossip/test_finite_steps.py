@@ -1,10 +1,13 @@
 """Steps with an inf or a nan, under AMP's GradScaler or by policy: they still take their round."""
 
 import contextlib
+from collections import Counter
 from itertools import product
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyparallel import GossipDataParallel, optim
 from pyparallel.comm import NonFiniteError, StepCounts
@@ -201,6 +204,31 @@ def test_what_a_device_finds_is_counted_and_not_waited_for(fused):
         optimizer.zero_grad()
     assert found == [(0.0, 0), (1.0, 1), (0.0, 0)]
     assert flat(model).isfinite().all()
+
+
+class Launches(TorchDispatchMode):
+    """Counts ops, each of which is a launch on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_on_a_device_few_launches_check_gradients_however_many():
+    like = {"dtype": torch.bfloat16, "device": "meta"}
+    parameters = [nn.Parameter(torch.empty(3, **like)) for _ in range(148)]
+    for parameter in parameters:
+        parameter.grad = torch.empty(3, **like)
+    optimizer = torch.optim.AdamW(parameters, lr=0.01)
+    steps = FiniteSteps([optimizer], "raise", StepCounts(), torch.device("meta"))
+    with Launches() as launches:
+        steps.begin()
+    assert launches.ops["pyparallel.clear_nonfinite_.default"] == 1
+    assert launches.ops.total() <= 12, launches.ops
 
 
 @pytest.mark.parametrize("on_device", [False, True])

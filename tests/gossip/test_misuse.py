@@ -3,6 +3,7 @@
 import copy
 import functools
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -224,8 +225,8 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def steps_after_the_group(rank, folder):
-    """Step each trainer after destroy_process_group(): none may train alone without a word."""
+def start_every_trainer():
+    """Return gossip trainers with their optimizers, a pipeline, and a step of all, DDP's last."""
     kinds = ["sgp", "osgp-3", "localsgd", "adpsgd", "allreduce"]
     trained = [wrap(EVERY_ALGORITHM[kind](2), nn.Linear(4, 2)) for kind in kinds]
     subnets = SubnetTrainer(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), sgd,
@@ -243,6 +244,31 @@ def steps_after_the_group(rank, folder):
     steps.append(lambda: replica(batch).sum().backward())
     for take in steps:
         take()
+    return trained, pipeline, steps
+
+
+def steps_in_a_capture(rank):
+    """Step each trainer as if a CUDA graph was captured."""
+    *_, steps = start_every_trainer()
+    with (
+        mock.patch("torch.cuda.is_initialized", return_value=True),
+        mock.patch("torch.cuda.is_current_stream_capturing", return_value=True),
+    ):
+        for take in steps[:-1]:
+            with pytest.raises(RuntimeError, match="must step outside of a CUDA graph, got a call"):
+                take()
+        steps[-1]()  # DDP may be captured, with its hook
+    for take in steps:
+        take()
+
+
+def test_a_step_that_a_cuda_graph_would_capture_is_an_error(ranks):
+    ranks.run(2, steps_in_a_capture)
+
+
+def steps_after_the_group(rank, folder):
+    """Step each trainer after destroy_process_group(): none may train alone without a word."""
+    trained, pipeline, steps = start_every_trainer()
     dist.barrier()
     dist.destroy_process_group()
     join = {"init_method": f"file://{folder}/again", "rank": rank, "world_size": 2}

@@ -30,7 +30,7 @@ from pyparallel.ops.quantize import (
 )
 from pyparallel.ops.quantize_difference import quantize_difference_reference
 from pyparallel.ops.random_k import random_k_indices_reference, random_k_reference
-from pyparallel.ops.sgd_step import sgd_step_reference
+from pyparallel.ops.sgd_step import clear_nonfinite_reference, sgd_step_reference
 from pyparallel.ops.top_k import (
     scatter_add_reference,
     scatter_chunks_reference,
@@ -138,6 +138,12 @@ CASES = [
     ),
     OpCase(
         "sgd_step_", sgd_step_reference, lambda numel: tuple(test_sgd_step.sample(numel).values())
+    ),
+    OpCase(
+        "clear_nonfinite_",
+        clear_nonfinite_reference,
+        test_sgd_step.sample_nonfinite,
+        by_elements=False,
     ),
     OpCase("predict_adam", predict_adam_reference, test_predict_adam.sample),
     OpCase("predict_sgd", predict_sgd_reference, test_predict_sgd.sample),

@@ -19,4 +19,13 @@ def step(*types: Any, **options: Any) -> Compilation:
     )
 
 
-COMPILATIONS = launches(step, narrow=None)
+def clear(dtype: str) -> Compilation:
+    return Compilation(
+        "_clear_nonfinite_kernel",
+        "sgd_step",
+        {"like": dtype, "table": "*i64", "found": "*u8"},
+        {"PART": sgd_step.PART},
+    )
+
+
+COMPILATIONS = [*launches(step, narrow=None), clear("*fp32"), clear("*bf16"), clear("*fp16")]

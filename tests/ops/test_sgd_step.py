@@ -7,11 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyparallel.ops import predict_sgd, sgd_step_
-from pyparallel.ops.sgd_step import sgd_step_reference
+from pyparallel.ops import clear_nonfinite_, predict_sgd, sgd_step_
+from pyparallel.ops.sgd_step import clear_nonfinite_reference, sgd_step_reference
 from tests.ops.parity import (
     COMPILED_CPU,
     DTYPES,
+    EMULATED_CUDA,
+    IMPLEMENTATIONS,
     assert_parity,
     assert_refused,
     double,
@@ -184,3 +186,31 @@ def test_states_and_numbers_that_do_not_fit_are_refused():
         ({"nesterov": True}, "dampening must be 0 with nesterov, got 0.25"),
     ]
     assert_refused(sgd_step_, lambda: sample(100), rows)
+
+
+def sample_nonfinite(numel):
+    """Return arguments of ``clear_nonfinite_``: of each dtype, empty, of two dimensions."""
+    values = torch.linspace(-3, 3, numel)
+    values[2::7], values[5::11], values[3::13] = torch.inf, -torch.inf, torch.nan
+    tensors = [values.to(dtype) for dtype in (*DTYPES, torch.float64)]
+    tensors += [torch.zeros(0), values.repeat(3, 1), values.repeat(3, 1).T.clone().T]
+    return tensors, values.isfinite().all().logical_not()
+
+
+# There is no kernel of it in C++: Triton's serves, or torch's ops.
+@pytest.mark.parametrize(
+    "implementation", [each for each in IMPLEMENTATIONS if each is not EMULATED_CUDA], ids=str
+)
+def test_what_is_not_finite_is_cleared(implementation):
+    for numel in (0, 5, 1025):
+        arguments = sample_nonfinite(numel)
+        assert_parity(implementation, "clear_nonfinite_", clear_nonfinite_reference, arguments)
+
+
+def test_bad_arguments_of_clearing_are_refused():
+    def good():
+        return {"tensors": [torch.zeros(2, 3)], "found": torch.tensor(False)}
+
+    rule = r"found must be a 0-d bool tensor on the device of tensors\[0\], got"
+    rows = [({"found": torch.tensor(1)}, rule), ({"tensors": [torch.ones(2, device="meta")]}, rule)]
+    assert_refused(clear_nonfinite_, good, rows)

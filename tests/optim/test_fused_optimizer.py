@@ -504,6 +504,36 @@ def test_a_compiled_step(name, backend):
     assert not torch.equal(extra[0], torch.ones(5))
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of inductor's imports
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+@pytest.mark.parametrize(
+    ("backend", "dtype", "atol"),
+    [("inductor", torch.float32, 1e-6), ("aot_eager", torch.bfloat16, 4e-3)],
+)
+def test_a_compiled_training_step(name, backend, dtype, atol):
+    """Forward, backward and the step in one function; the first step lays the parameters out."""
+    torch._dynamo.reset()
+    ends = []
+    for compiler in (partial(torch.compile, backend=backend), lambda step: step):
+        m = model(dtype)
+        options = {**ALL[name], "lr": 1e-2, "master_weights": dtype == torch.bfloat16}
+        optimizer = getattr(pyparallel.optim, name)(m.parameters(), **options)
+
+        @compiler
+        def step(x, m=m, optimizer=optimizer):
+            optimizer.zero_grad()
+            m(x).square().mean().backward()
+            optimizer.step()
+
+        for seed in range(3):
+            torch.manual_seed(seed)
+            step(torch.randn(4, 6).to(dtype))
+        ends.append((m, optimizer))
+    assert_trained_alike(ends, rtol=0.0, atol=atol)
+    assert not torch.equal(m[0].weight, model(dtype)[0].weight)
+
+
 def test_distributed_checkpoints_state_dicts():
     for name, options in ALL.items():
         pairs = both(name, lr=1e-2, **options)

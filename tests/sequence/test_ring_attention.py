@@ -5,16 +5,20 @@ import os
 import re
 import signal
 from functools import partial
+from itertools import product
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pyparallel import compression
 from pyparallel.comm import CommStats, PeerError, check_consistent_across_ranks
 from pyparallel.compression import BufferLayout, ErrorFeedback, Int8, TopK
-from pyparallel.sequence import ring_attention, zigzag_split
+from pyparallel.sequence import attention, ring, ring_attention, zigzag_split
 from pyparallel.sequence.ring import Ring
 from tests.gossip.loops import error_of
 from tests.workers import observe_ranks, on_ranks
@@ -22,7 +26,7 @@ from tests.workers import observe_ranks, on_ranks
 BATCH, HEADS, DIM = 2, 3, 5
 CAUSAL = [False, True, "zigzag"]
 LENGTHS = [[4, 4, 4, 4], [2, 6, 0, 4], [0, 2, 8, 2]]  # of each rank; the first ones of fewer ranks
-ATOL = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
+ATOL = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 def draw(*lengths, dtype=torch.float64, seed=0):
@@ -66,14 +70,21 @@ def decode(compressor, k, v):
     return compressor.decompress(message, layout, torch.empty_like(flat)).view(2, *k.shape)
 
 
-def compare(rank, causal, lengths, dtype, compressor=None, scale=None):
-    """Return the largest difference to one device, of attention and gradients of this rank."""
+def compare(rank, causal, lengths, dtype, compressor=None, scale=None, uses_flash=True):
+    """Return the largest difference to one device, of attention and gradients of this rank.
+
+    Without a flash kernel three queries are computed at a time.
+    """
     lengths = lengths[: dist.get_world_size()]
     places = places_of(lengths, causal)
     whole = draw(*[sum(lengths)] * 4, dtype=dtype)
     parts = [each[:, :, places[rank]] for each in whole]
     options = {"causal": causal, "compressor": compressor, "scale": scale}
-    ours = with_gradients(partial(ring_attention, **options), *parts)
+    with (
+        mock.patch.object(attention, "can_use_flash", return_value=uses_flash),
+        mock.patch.object(ring, "MOST_ROWS", 3),
+    ):
+        ours = with_gradients(partial(ring_attention, **options), *parts)
     q, k, v, of_out = (each.double() for each in whole)
     for each in places if compressor else []:
         if each.numel():
@@ -90,8 +101,45 @@ def compare(rank, causal, lengths, dtype, compressor=None, scale=None):
 def test_equals_attention_of_one_device(ranks, num_ranks):
     rows = [(causal, lengths, dtype) for causal in CAUSAL for lengths in LENGTHS for dtype in ATOL]
     rows.append((True, LENGTHS[1], torch.float64, None, 0.3))
+    plain = None, None, False
+    rows += [(each, lengths, torch.float64, *plain) for each in CAUSAL for lengths in LENGTHS]
+    rows += [("zigzag", LENGTHS[2], dtype, *plain) for dtype in ATOL]
     for row, found in zip(rows, ranks.run_each(num_ranks, compare, rows), strict=True):
         assert max(found) <= ATOL[row[2]], (row, found)
+
+
+class Sizes(TorchDispatchMode):
+    """Records the numbers of elements of what ops return."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        self.largest = max([self.largest, *(each.numel() for each in tensors)])
+        return result
+
+
+@pytest.mark.parametrize("uses_flash", [True, False])
+def test_memory_grows_with_the_length_and_not_with_its_square(monkeypatch, uses_flash):
+    monkeypatch.setattr(attention, "can_use_flash", lambda q: uses_flash)
+    for dtype, length in product((torch.bfloat16, torch.float32), (512, 1024)):
+        leaves = [torch.randn(1, 2, length, 8).to(dtype).requires_grad_() for _ in range(3)]
+        with Sizes() as sizes:
+            ring_attention(*leaves, causal=True).square().sum().backward()
+        assert sizes.largest <= 2 * length * ring.MOST_ROWS  # scores of two heads
+
+
+def test_calls_of_the_flash_kernels_of_a_gpu_fit_their_schemas():
+    with FakeTensorMode():  # of a GPU that is not there
+        make = partial(torch.empty, dtype=torch.bfloat16, device="cuda")
+        q, *kv = (make(2, 3, length, 16) for length in (6, 4, 4))
+        out, lse = attention.attend(q, *kv, 0.3, False, True)
+        grads = attention.attend_backward(q, *kv, (out, out, lse), 0.3, False, True)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 3, 6, 1), torch.float32)
+    assert [each.shape for each in grads] == [each.shape for each in (q, *kv)]
 
 
 def test_compressed_equals_attention_to_what_was_decoded(ranks):
