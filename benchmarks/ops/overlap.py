@@ -82,8 +82,8 @@ def measure(device: str, numel: int, turns: int) -> dict[str, float]:
     group = create_group(range(dist.get_world_size()), None)
     steps = make_steps(device, numel, group)
     runs = {name: partial(time_once, step, device) for name, step in steps.items()}
-    seconds = take_turns(runs, turns, warm_up=2, before=dist.barrier)  # the first turns connect
-    return {name: statistics.median(times) for name, times in seconds.items()}
+    times = take_turns(runs, turns, warm_up=2, before=dist.barrier)  # the first turns connect
+    return {name: statistics.median(each.device for each in own) for name, own in times.items()}
 
 
 def run_rank(rank: int, port: int, options: argparse.Namespace) -> None:
