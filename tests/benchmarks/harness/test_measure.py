@@ -112,7 +112,6 @@ class FakeGPU:
         self.delays = []  # of the host, in the next calls
         cuda = SimpleNamespace(
             Event=self.make_event, _sleep=lambda cycles: self.work(0, cycles / 2e9),
-            synchronize=self.wait,
         )  # fmt: skip
         clock = SimpleNamespace(perf_counter=lambda: self.host)
         monkeypatch.setattr(module.torch, "cuda", cuda)
@@ -129,6 +128,7 @@ class FakeGPU:
     def make_event(self, enable_timing):
         event = SimpleNamespace()
         event.record = lambda: vars(event).update(at=max(self.host, self.device))
+        event.synchronize = self.wait
         event.elapsed_time = lambda end: (end.at - event.at) * 1e3
         return event
 
