@@ -90,11 +90,10 @@ def test_rows_are_written_after_every_case_until_the_deadline(tmp_path, monkeypa
     assert "the second fails" in printed.err
 
 
-def test_huge_sizes_are_measured_without_peers_and_for_one_pass_only(monkeypatch):
+def test_cases_are_chosen_by_their_whole_names(monkeypatch):
     toys(monkeypatch)
-    monkeypatch.setattr(program, "LARGEST_WITH_PEERS", 2**6)
-    found = list(program.cases("cpu", [2**8], ["mix", "top_k"]))
-    assert {case.op for case in found} == {"mix"}
+    found = list(program.cases("cpu", [2**8], ["mix", "top_k"], r"mix-\d|top", peers=False))
+    assert [case.name for case in found] == ["mix-1", "mix-2"]
     assert {len(case.providers) for case in found} == {1}
 
 
