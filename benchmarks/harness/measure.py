@@ -4,7 +4,6 @@ The times of a GPU are its own: it sleeps until the host has enqueued all calls.
 takes longer than the longest sleep, the GPU would wait for it, so that provider has no row.
 """
 
-import contextlib
 import ctypes
 import functools
 import math
@@ -29,7 +28,7 @@ FIELDS = [
 
 LONGEST_SLEEP = 0.02  # seconds that a GPU sleeps at most before the calls that are timed
 CYCLES_PER_SECOND = 2e9  # of the fastest clock: with a slower one the GPU sleeps longer
-NUM_TRIES = 3  # of a turn, with longer sleeps: another process may hold the host up
+NUM_TRIES = 3  # of a time, with longer sleeps: another process may hold the host up
 
 
 class HostBoundError(RuntimeError):
@@ -204,26 +203,32 @@ def time_turn(run: Callable[[], object], device: str, trial: Time) -> Time:
         return time_once(run, device)
     enqueued = LONGEST_SLEEP / 2 / max(trial.host, 1e-6)
     repeats = max(1, min(100, 1 + int(2e-3 / max(trial.device, 1e-6)), int(enqueued)))
-    sleep = 2 * repeats * trial.host + 1e-4
-    for number in range(1, NUM_TRIES):
-        with contextlib.suppress(HostBoundError):
-            return time_once(run, device, repeats, min(number * sleep, LONGEST_SLEEP))
-    return time_once(run, device, repeats)
+    return time_once(run, device, repeats, 2 * repeats * trial.host + 1e-4)
 
 
 def time_once(
-    run: Callable[[], object], device: str, repeats: int = 1, sleep: float = LONGEST_SLEEP
+    run: Callable[[], object],
+    device: str,
+    repeats: int = 1,
+    sleep: float = LONGEST_SLEEP,
+    tries: int = NUM_TRIES,
 ) -> Time:
     """Return the time of one call, the mean of several.
 
-    A GPU sleeps for some seconds until the host has enqueued them: HostBoundError if it has not by
-    then, as the GPU would wait for it.
+    A GPU sleeps for some seconds until the host has enqueued them, and longer in each further try.
+    A HostBoundError if the host has not by then, as the GPU would wait for it.
     """
-    if device == "cuda":
+    start = time.perf_counter()
+    if device == "cpu":
+        for _ in range(repeats):
+            run()
+        seconds = (time.perf_counter() - start) / repeats
+        return Time(seconds, seconds)
+    for number in range(1, tries + 1):
         asleep, begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
         start = time.perf_counter()
         asleep.record()
-        torch.cuda._sleep(int(sleep * CYCLES_PER_SECOND))
+        torch.cuda._sleep(int(min(number * sleep, LONGEST_SLEEP) * CYCLES_PER_SECOND))
         begin.record()
         for _ in range(repeats):
             run()
@@ -231,17 +236,12 @@ def time_once(
         host = time.perf_counter() - start
         end.synchronize()  # not with what runs beside it on other streams
         slept = asleep.elapsed_time(begin) / 1e3
-        if host > slept:
-            raise HostBoundError(
-                f"the host took {host * 1e3:.3f} ms to enqueue {repeats} calls, and the GPU slept "
-                f"for {slept * 1e3:.3f}: it would have waited for the host"
-            )
-        return Time(begin.elapsed_time(end) / 1e3 / repeats, host / repeats)
-    start = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    seconds = (time.perf_counter() - start) / repeats
-    return Time(seconds, seconds)
+        if host <= slept:
+            return Time(begin.elapsed_time(end) / 1e3 / repeats, host / repeats)
+    raise HostBoundError(
+        f"the host took {host * 1e3:.3f} ms to enqueue {repeats} calls, and the GPU slept for "
+        f"{slept * 1e3:.3f}: it would have waited for the host"
+    )
 
 
 def compile_reference(

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.harness.link import loopback
-from benchmarks.harness.measure import FIELDS, time_once
+from benchmarks.harness.measure import FIELDS, NUM_TRIES, time_once
 from benchmarks.harness.program import make_parser
 from benchmarks.harness.rows import print_rows, record, stamp
 from benchmarks.harness.turns import take_turns
@@ -99,8 +99,12 @@ def make_steps(device: str, numel: int, group, carved: int) -> dict[str, Callabl
 def measure(device: str, numel: int, turns: int, max_ctas: int | None) -> dict[str, float]:
     """Return the median seconds of each; the ranks start each one together."""
     steps = make_steps(device, numel, make_group(max_ctas), max_ctas or CTAS)
-    runs = {name: partial(time_once, step, device) for name, step in steps.items()}
-    times = take_turns(runs, turns, warm_up=2, before=dist.barrier)  # the first turns connect
+    for step in steps.values():  # connects, and loads kernels
+        dist.barrier()
+        step()
+    tries = NUM_TRIES if dist.get_world_size() == 1 else 1  # others would not try again
+    runs = {name: partial(time_once, step, device, tries=tries) for name, step in steps.items()}
+    times = take_turns(runs, turns, warm_up=2, before=dist.barrier)
     return {name: statistics.median(each.device for each in own) for name, own in times.items()}
 
 
