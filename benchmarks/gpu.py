@@ -176,7 +176,7 @@ def find_python(*, installs: bool) -> Path:
     Exits without a GPU.
     """
     here = sees_gpu(sys.executable)
-    if not here and shutil.which("nvidia-smi") is None:
+    if not here and (not installs or shutil.which("nvidia-smi") is None):
         sys.exit("make gpu: no GPU found; nothing was measured (try ARGS=--dry-run)")
     if here:
         return environment_beside(ROOT / ".venv-gpu") if installs else Path(sys.executable)
@@ -204,19 +204,19 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="the same steps on the CPU")
     options = parser.parse_args()
     begin = time.monotonic()
-    out = options.out.resolve()
+    out, library = options.out.resolve(), options.library and options.library.resolve()
     os.chdir(ROOT)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # of processes with gigabytes of GPU memory
-    plan_of = partial(plan, out, has_library=options.library is not None, dry=options.dry_run)
+    plan_of = partial(plan, out, has_library=library is not None, dry=options.dry_run)
     parts = plan_of(out / "gpu.csv")
     choose(parts, options.part, options.only)  # a mistake ends here
     print(describe(parts))
-    if options.library is not None and not options.dry_run:
-        take(options.library)
     if options.dry_run:
         python = Path(sys.executable) if find_spec("torch") else make_environment()
     else:
-        python = find_python(installs=options.library is None)
+        python = find_python(installs=library is None)
+        if library is not None:
+            take(library)
     os.environ["PATH"] = path_with_tools(python)
     os.environ["PYTHONPATH"] = str(ROOT)
     out.mkdir(parents=True, exist_ok=True)
