@@ -7,6 +7,7 @@ and size. ``python -m benchmarks.ops.picture FILE.csv`` draws them.
 import argparse
 import importlib
 import math
+import re
 import sys
 import time
 import traceback
@@ -25,34 +26,34 @@ OPS = sorted(
 )
 CODECS, HOOKS = "codecs", "hooks"
 # By device, what matters most first: a deadline may cut the rest.
-SIZES = {"cpu": [16, 20, 25], "cuda": [27, 24, 20, 30]}
+SIZES = {"cpu": [16, 20, 25], "cuda": [27, 24, 20]}
+LARGEST_EXPONENT = 64
 LONGEST_CALL = {"cpu": math.inf, "cuda": 0.5}  # seconds; what takes longer runs once
-# Above this size only ops of one pass are measured, without peers.
-LARGEST_WITH_PEERS = 2**27
-ONE_PASS = {"adamw_step", "mix", "predict_adam", "predict_sgd", "quantize", "sgd_step"}
 
 
-def cases(device: str, sizes: list[int], names: list[str], *, peers: bool = True) -> Iterator[Case]:
+def cases(
+    device: str, sizes: list[int], names: list[str], pattern: str = ".*", *, peers: bool = True
+) -> Iterator[Case]:
+    """Yield the cases of ops whose whole names match a pattern."""
     for numel in sizes:
-        large = numel > LARGEST_WITH_PEERS
         for name in names:
-            if large and name not in ONE_PASS:
-                continue
             module = {CODECS: "compression.codecs", HOOKS: "ops.hooks"}.get(
                 name, f"ops.bench_{name}"
             )
             bench = importlib.import_module(f"benchmarks.{module}")
             for case in bench.cases(device, [numel]):
-                providers = case.providers[: None if peers and not large else 1]
-                yield replace(case, providers=providers)
+                if re.fullmatch(pattern, case.name):
+                    yield replace(case, providers=case.providers[: None if peers else 1])
 
 
 def measure_all(
     options: argparse.Namespace, deadline: float, failed: list[str], late: list[str]
 ) -> Iterator[list[Row]]:
     """Yield the rows of each case; note those that fail, and the first beyond the deadline."""
-    device, sizes = options.device, [2**n for n in options.sizes or SIZES[options.device]]
-    for case in cases(device, sizes, options.ops, peers=not options.no_peers):
+    device = options.device
+    sizes = [n if n > LARGEST_EXPONENT else 2**n for n in options.sizes or SIZES[device]]
+    chosen = cases(device, sizes, options.ops, options.cases, peers=not options.no_peers)
+    for case in chosen:
         name = f"{case.op}, {case.name}, {case.numel:,}"
         if time.monotonic() > deadline:
             late.append(f"out of time: not measured from {name} on")
@@ -78,7 +79,9 @@ def main() -> None:
         help="measured in this order; codecs: of outer steps; hooks: the local work of DDP hooks",
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--sizes", nargs="+", type=int, help="exponents of two, in this order")
+    parser.add_argument("--cases", default=".*", help="a pattern of their names")
+    help_text = f"exponents of two, or above {LARGEST_EXPONENT} numbers of elements, in this order"
+    parser.add_argument("--sizes", nargs="+", type=int, help=help_text)
     parser.add_argument("--no-peers", action="store_true", help="measure ours and the copy alone")
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=math.inf, help="then no case is begun")

@@ -1,17 +1,21 @@
-"""``make gpu``: build for this machine's GPUs, test and measure; a log and rows go to OUT.
+"""``make gpu``: test and measure on this machine's GPUs; a log and rows go to OUT.
 
-In two parts of at most 560 seconds each, what matters most first: ``make gpu ARGS="--part 1"``, or
-``ARGS="--only build,bench"`` for the steps whose names begin so. What a step prints is in
-``OUT/gpu.log`` as it comes, its rows in a CSV file named after the GPU, and a summary comes last. A
-step that fails or hangs leaves the others' results.
+In two parts for a GPU that is lent for minutes, what matters most first: ``make gpu
+ARGS="--part 1"`` takes at most 370 seconds, part 2 310, and ``ARGS="--only doctor,bench"`` runs the
+steps whose names begin so. What a step prints is in ``OUT/gpu.log`` as it comes, its rows, after
+each case, in a CSV file named after the GPU, and a summary comes last. A step that fails or hangs
+leaves the others' results.
 
-Machines with GPUs often have their own torch and no network. If the calling Python has torch with
-CUDA, an environment is created that sees its packages and installs only pyparallel; otherwise the
-environment of ``make train`` is used, with the torch of constraints.txt.
+``ARGS="--library pyparallel/_native"`` takes libraries that were built elsewhere, with
+``PYPARALLEL_CUDA=ON`` and ``CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES=90-real``, and came along:
+nothing is installed, and the calling Python runs the steps. Without it each part builds first, for
+at most 150 seconds. As machines with GPUs often have their own torch and no network, it then
+creates an environment that sees the calling Python's packages if that has torch with CUDA; else it
+uses that of ``make train``, with the torch of constraints.txt.
 
 NCCL from 2.30 on lets two ranks share a GPU: ``PYPARALLEL_NCCL=libnccl.so.2 make gpu`` loads that
-library in the steps that try it. ``make gpu ARGS=--dry-run`` runs the steps on the CPU with
-little data, to test them.
+library in the steps that try it. ``make gpu ARGS=--dry-run`` prints the steps with their limits,
+and runs them on the CPU with little data, to test them.
 """
 
 import argparse
@@ -23,16 +27,17 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.harness.build import environment_beside, path_with_tools
+from benchmarks.harness.build import environment_beside, path_with_tools, take
 from benchmarks.harness.commands import Step, run_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 SEES_GPU = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
 MACHINE = "from benchmarks.harness.rows import commit, machine; print(machine(), commit())"
-SECONDS_OF_PART = 560
+CARD = "import subprocess; subprocess.run(['nvidia-smi', '-q'], check=True)"
 CUDA_TESTS = "compiled-cuda or on_cuda"
 MEMORY_TESTS = "compiled-cuda and (unaligned or corrupt) or on_cuda"
 # Each in a process of its own: an error of a kernel ends all that comes after it in its process.
@@ -43,10 +48,16 @@ OPS = {
     "hooks": ["hooks"],
     "outer-steps": ["codecs"],
 }
-SIZES = ["27"], ["30", "24", "20"]  # of the first part and of the second
-# GPT-2 of 124 million parameters
-LARGE_MODEL = ["--width", "768", "--layers", "12", "--heads", "12", "--context", "1024"]
-LARGE_MODEL += ["--steps", "60", "--lr", "0.0006", "--sample-every", "60", "--save-every", "60"]
+# What is measured beside peers, which compile for seconds each: cases, and seconds.
+PEERS = {
+    "steps": (r"float32 \+ 1 float32|float32 to float32|step|all in one", 45),
+    "codes": (r"int8 \+ residual|int8 from bfloat16|sum of 8 int8", 50),
+    "entries": (r"1.0%.*", 20),
+}
+# Exponents of two, or numbers of elements: of 1 MiB more than a power of two, so that streams of
+# several buffers do not walk the memory's channels in step, and of a bucket of DDP.
+SIZES = {"bench": ["27"], "apart": [2**27 + 2**18], "peers": ["24", "20", "27"], "ddp": [6 * 2**20]}
+DRY_SIZES = {"bench": ["12"], "apart": [2**12 + 2**8], "peers": ["13"], "ddp": [6 * 2**10]}
 # Two ranks of one GPU; with more multiprocessors each, they may wait for each other's forever.
 SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4", "NCCL_NVLS_ENABLE": "0"}
 
@@ -62,113 +73,85 @@ def pytest(out: Path, name: str, *arguments: str, workers: int = 0) -> list[str]
     return ["-m", "pytest", *plugins, *report, *parallel, *arguments]
 
 
-def bench(name: str, device: str, rows: Path, *options: str) -> list[str]:
-    ops = ["-m", "benchmarks", "--ops", *OPS[name], "--device", device]
-    return [*ops, *options, "--seconds", "{seconds}", "--out", str(rows)]
+def plan(
+    out: Path, rows: Path, *, has_library: bool = False, dry: bool = False
+) -> list[list[Step]]:
+    """Return the steps of both parts; ``dry``: on the CPU with little data, where they can run.
 
-
-def overlap(ranks: int, rows: Path, *options: str) -> list[str]:
-    program = ["-m", "benchmarks.ops.overlap", "--ranks", str(ranks)]
-    return [*program, *options, "--out", str(rows)]
-
-
-def plan(out: Path, rows: Path) -> list[list[Step]]:
-    """Return the steps of both parts.
-
-    Ours and the copy are measured first, which takes seconds; peers compile for minutes, as do
-    Triton's tests, and may use up their part.
+    Ours and the copy are measured first, which takes seconds.
     """
+    device, sizes, turns = ("cpu", DRY_SIZES, "2") if dry else ("cuda", SIZES, "15")
+    plain = {"TORCHDYNAMO_DISABLE": "1"} if dry else {}  # compiling the peers tests no step
     workers = max(1, min(12, (os.cpu_count() or 1) * 3 // 4))
-    folders = ("pipeline", "compression", "gossip", "subnets")
-    found = [path for folder in folders for path in (ROOT / "tests" / folder).rglob("*gpu*.py")]
-    trainers = ["tests/gpu/test_training.py", *(str(path.relative_to(ROOT)) for path in found)]
     nccl = {"LD_PRELOAD": library} if (library := os.environ.get("PYPARALLEL_NCCL")) else {}
     nccl |= SHARED_GPU
-    large, sizes = (["--turns", "15", "--sizes", *exponents] for exponents in SIZES)
-    build = Step("build", ["-m", "benchmarks.harness.build"], 150)
 
-    def recipe(name: str, ranks: int) -> Step:
-        program = ["--nproc-per-node", str(ranks), "examples/language_model.py", "--recipe", name]
-        arguments = ["-m", "torch.distributed.run", "--standalone", *program, *LARGE_MODEL]
-        arguments += ["--out", str(out / "recipes" / name)]
-        return Step(f"recipe-{name}", arguments, 60, (), nccl if ranks > 1 else {}, True)
+    def program(name: str, module: str, seconds: float, *options: str) -> Step:
+        arguments = ["-m", f"benchmarks.{module}", *options, "--device", device, "--out", str(rows)]
+        return Step(name, arguments, seconds, environment=plain)
+
+    def bench(name: str, seconds: float, kind: str, ops: Sequence[str], *options: str) -> Step:
+        chosen = ["--ops", *ops, "--sizes", *map(str, sizes[kind]), "--turns", turns]
+        return program(name, "__main__", seconds, *chosen, "--seconds", "{seconds}", *options)
 
     def test(name: str, seconds: float, *arguments: str, workers: int = 0, **options) -> Step:
         return Step(name, pytest(out, name, *arguments, workers=workers), seconds, **options)
 
+    def of_two_ranks(name: str, seconds: float) -> Step:
+        chosen = ["tests/gpu/test_two_ranks.py", "-k", f"compare_{name}"]
+        return test(f"nccl-{name}", seconds, *chosen, environment=nccl, optional=True)
+
+    build = Step("build", ["-m", "benchmarks.harness.build", *["--report"] * dry], 150)
+    tests = memory_tests = "tests/ops/test_mix.py", "-k", "compiled-cpu"
+    alone = ["--ranks", "2", "--numel", "4096"]  # gloo sends nothing to itself
+    if not dry:
+        tests, memory_tests = ("tests/ops", "-k", CUDA_TESTS), ("tests/ops", "-k", MEMORY_TESTS)
+        alone = ["--ranks", "1", "--max-ctas", "2", "4", "8", "16"]
+    # With the cache an access beyond a tensor hits another.
+    memory = {"environment": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "optional": True}
+    if tool := shutil.which("compute-sanitizer"):
+        memory["prefix"] = (tool, "--tool", "memcheck", "--error-exitcode", "9")
+    once = ["--turns", "1"] if dry else []
+    link = ["--trace", str(out / "overlap-link.json.gz"), *["--caps", "64", "--slower", "0"] * dry]
     first = [
-        build,
-        Step("doctor", ["-m", "pyparallel", "doctor"], 30),
-        *(
-            Step(f"bench-{name}", bench(name, "cuda", rows, *large, "--no-peers"), 40)
-            for name in OPS
-        ),
-        test("tests-cuda", 90, "tests/ops", "-k", CUDA_TESTS, workers=workers),
-        test("tests-device", 60, "tests/gpu/test_ops.py", workers=min(4, workers)),
-        Step("overlap-1", overlap(1, rows, "--device", "cuda"), 45),
-        test("tests-training", 90, *trainers),
-        test("symmetric-memory", 90, "tests/gpu/test_symmetric_memory.py", optional=True),
-        test("nccl", 150, "tests/gpu/test_two_ranks.py", environment=nccl, optional=True),
-        Step("overlap-2", overlap(2, rows, "--device", "cuda"), 45, (), nccl, True),
-        recipe("ddp", 1),
-        *(recipe(name, 2) for name in ("gossip", "diloco", "compressed", "pipeline")),
-        recipe("mesh", 4),
-        *(Step(f"peers-{name}", bench(name, "cuda", rows, *large), 75) for name in OPS),
-        test("tests-triton", 110, "tests/ops", "-k", "triton", workers=workers),
+        *([] if has_library else [build]),
+        Step("card", ["-c", CARD], 5, optional=True),
+        Step("doctor", ["-m", "pyparallel", "doctor"], 15),
+        *(bench(f"bench-{name}", 22, "bench", ops, "--no-peers") for name, ops in OPS.items()),
+        bench("apart", 15, "apart", ["mix", "predict_adam", "adamw_step"], "--no-peers"),
+        program("held-sms", "ops.held_sms", 25, *once),
+        program("overlap-link", "gossip.overlap_link", 60, *link, *once),
+        program("overlap-1", "ops.overlap", 30, *alone, *once),
+        test("tests-cuda", 60, *tests, workers=workers),
+        test("tests-device", 25, "tests/gpu/test_ops.py", workers=min(4, workers)),
+        test("symmetric-memory", 25, "tests/gpu/test_symmetric_memory.py", optional=True),
     ]
     second = [
-        build,
-        *(Step(f"sizes-{name}", bench(name, "cuda", rows, *sizes), 90) for name in OPS),
-        test("tests-large", 60, "tests/gpu/test_large.py"),
+        *([] if has_library else [build]),
+        *(
+            bench(f"peers-{name}", seconds, "peers", OPS[name], "--cases", cases)
+            for name, (cases, seconds) in PEERS.items()
+        ),
+        bench("peers-hooks", 25, "ddp", OPS["hooks"]),
+        of_two_ranks("gossip", 30),
+        of_two_ranks("pipelines", 30),
+        of_two_ranks("hooks", 20),
+        of_two_ranks("attention", 20),
+        *([test("memcheck", 40, *memory_tests, **memory)] if tool or dry else []),
+        test("tests-training", 30, "tests/gpu/test_training.py"),
     ]
-    memory = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else an access beyond a tensor hits another
-    if tool := shutil.which("compute-sanitizer"):
-        memcheck, racecheck = (
-            {"prefix": (tool, "--tool", name, "--error-exitcode", "9"), "optional": True}
-            for name in ("memcheck", "racecheck")
-        )
-        tests = ("tests/ops", "-k", MEMORY_TESTS)
-        first.append(test("memcheck", 120, *tests, environment=memory, **memcheck))
-        entries = [f"tests/ops/test_{name}.py" for name in ("top_k", "random_k")]
-        tests = (*entries, "-k", "compiled-cuda and dtypes")
-        second.append(test("racecheck", 150, *tests, **racecheck))
     return [first, second]
 
 
-def dry_plan(out: Path, rows: Path) -> list[list[Step]]:
-    """Return the same steps on the CPU with little data, where they can run there.
-
-    Compiling the peers takes longest, and tests no step.
-    """
-    few = ["--turns", "2"]
-    triton = ("tests/ops/test_predict_sgd.py", "-k", "triton")
-    on_cpu = {
-        "build": ["-m", "benchmarks.harness.build", "--report"],
-        "tests-cuda": pytest(out, "tests-cuda", "tests/ops/test_mix.py", "-k", "compiled-cpu"),
-        "tests-triton": pytest(out, "tests-triton", *triton),
-        "overlap-2": overlap(2, rows, "--device", "cpu", "--numel", "4096", *few),
-    }
-    for step, *little in (
-        ("bench", "--sizes", "12", *few, "--no-peers"),
-        ("peers", "--sizes", "12", *few),
-        ("sizes", "--sizes", "13", *few),
-    ):
-        on_cpu |= {f"{step}-{name}": bench(name, "cpu", rows, *little) for name in OPS}
-    left_out = {"overlap-1", "memcheck", "racecheck"}  # gloo sends nothing to itself
-    plain = {"TORCHDYNAMO_DISABLE": "1"}
-    return [
-        [
-            replace(
-                step,
-                arguments=on_cpu.get(step.name, step.arguments),
-                environment=plain,
-                seconds=4 * step.seconds,  # two slow cores may also test something else
-            )
-            for step in part
-            if step.name not in left_out and not step.name.startswith("recipe")
-        ]
-        for part in plan(out, rows)
+def describe(parts: Sequence[Sequence[Step]]) -> str:
+    """Return the steps of each part in their order, with their limits, and the sum of these."""
+    sums = [sum(step.seconds for step in part) for part in parts]
+    lines = [
+        f"part {number}, {total:.0f} s: "
+        + ", ".join(f"{step.name} {step.seconds:.0f}" for step in part)
+        for number, (part, total) in enumerate(zip(parts, sums, strict=True), 1)
     ]
+    return "\n".join([*lines, f"in all {sum(sums):.0f} s", ""])
 
 
 def choose(parts: Sequence[Sequence[Step]], part: int | None, only: str) -> list[Step]:
@@ -187,16 +170,16 @@ def sees_gpu(python: Path | str) -> bool:
     return ask.returncode == 0
 
 
-def find_python() -> Path:
-    """Return the interpreter of an environment that has torch with CUDA, for the step that builds.
+def find_python(*, installs: bool) -> Path:
+    """Return an interpreter that has torch with CUDA, of an environment if a step installs.
 
     Exits without a GPU.
     """
     here = sees_gpu(sys.executable)
-    if not here and shutil.which("nvidia-smi") is None:
+    if not here and (not installs or shutil.which("nvidia-smi") is None):
         sys.exit("make gpu: no GPU found; nothing was measured (try ARGS=--dry-run)")
     if here:
-        return environment_beside(ROOT / ".venv-gpu")
+        return environment_beside(ROOT / ".venv-gpu") if installs else Path(sys.executable)
     python = make_environment()
     if not sees_gpu(python):
         sys.exit("make gpu: torch finds no GPU; nothing was measured (try ARGS=--dry-run)")
@@ -214,21 +197,26 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu")
     parser.add_argument("--part", type=int, choices=[1, 2], help="default: both")
     parser.add_argument("--only", default="", help="beginnings of names of steps, with commas")
+    parser.add_argument("--seconds", type=float, help="limit in total; default: the steps' sum")
     parser.add_argument(
-        "--seconds", type=float, help=f"limit in total; default: {SECONDS_OF_PART} a part"
+        "--library", type=Path, help="folder of libraries that were built elsewhere"
     )
     parser.add_argument("--dry-run", action="store_true", help="the same steps on the CPU")
     options = parser.parse_args()
     begin = time.monotonic()
-    out = options.out.resolve()
+    out, library = options.out.resolve(), options.library and options.library.resolve()
     os.chdir(ROOT)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # of processes with gigabytes of GPU memory
-    parts = dry_plan if options.dry_run else plan
-    choose(parts(out, out / "gpu.csv"), options.part, options.only)  # a mistake ends here
+    plan_of = partial(plan, out, has_library=library is not None, dry=options.dry_run)
+    parts = plan_of(out / "gpu.csv")
+    choose(parts, options.part, options.only)  # a mistake ends here
+    print(describe(parts))
     if options.dry_run:
         python = Path(sys.executable) if find_spec("torch") else make_environment()
     else:
-        python = find_python()
+        python = find_python(installs=library is None)
+        if library is not None:
+            take(library)
     os.environ["PATH"] = path_with_tools(python)
     os.environ["PYTHONPATH"] = str(ROOT)
     out.mkdir(parents=True, exist_ok=True)
@@ -236,8 +224,10 @@ def main() -> None:
     ask = subprocess.run([python, "-c", MACHINE], stdout=subprocess.PIPE, text=True, check=False)
     name, os.environ["PYPARALLEL_COMMIT"] = ask.stdout.split() or ("gpu", "unknown")
     rows = out / f"{name}.csv"
-    steps = choose(parts(out, rows), options.part, options.only)
-    limit = options.seconds or SECONDS_OF_PART * (2 if options.part is None else 1)
+    steps = choose(plan_of(rows), options.part, options.only)
+    if options.dry_run:  # two slow cores may also test something else
+        steps = [replace(step, seconds=8 * step.seconds) for step in steps]
+    limit = options.seconds or sum(step.seconds for step in steps)
     failed, _ = run_steps(steps, python, out, limit - (time.monotonic() - begin))
     sys.exit(f"make gpu: failed: {', '.join(failed)}" if failed else 0)
 

@@ -80,10 +80,29 @@ def build(cuda: str) -> bool:
         if outcome.startswith("built"):
             shutil.copy2(folder / "lib" / LIBRARIES[name], NATIVE)
     shutil.copy2(folder / "build.json", NATIVE)
-    kernels = ROOT / "pyparallel" / "kernels"  # where setup.py would install them
+    link_kernels()
+    return True
+
+
+def link_kernels() -> None:
+    """Make Triton's kernels importable where setup.py would install them."""
+    kernels = ROOT / "pyparallel" / "kernels"
     if not kernels.exists():
         kernels.symlink_to("../kernels/triton")
-    return True
+
+
+def take(folder: Path) -> None:
+    """Use libraries that were built elsewhere; exit if there is none for GPUs among them."""
+    if not (folder / LIBRARIES["cuda"]).exists():
+        sys.exit(f"--library must be a folder with {LIBRARIES['cuda']}, got {folder}")
+    link_kernels()
+    if folder.resolve() == NATIVE.resolve():
+        return
+    NATIVE.mkdir(exist_ok=True)
+    for name in ("build.json", *LIBRARIES.values()):
+        (NATIVE / name).unlink(missing_ok=True)
+        if (folder / name).exists():
+            shutil.copy2(folder / name, NATIVE)
 
 
 def report() -> bool:

@@ -1,4 +1,8 @@
-"""Timing of the ops: providers take turns within one run, always beside a plain copy."""
+"""Timing of the ops: providers take turns within one run, always beside a plain copy.
+
+The times of a GPU are its own: it sleeps until the host has enqueued all calls. Where the host
+takes longer than the longest sleep, the GPU would wait for it, so that provider has no row.
+"""
 
 import ctypes
 import functools
@@ -10,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -18,10 +23,23 @@ from benchmarks.harness.turns import take_turns
 
 FIELDS = [
     "op", "case", "device", "numel", "provider", "median_ms", "p20_ms", "p80_ms", "gb_per_s",
-    "of_copy", "speedup_of_ours", "threads", "torch", "commit",
+    "of_copy", "speedup_of_ours", "host_ms", "threads", "torch", "commit",
 ]  # fmt: skip
 
-CYCLES_ASLEEP = 1_000_000  # half a millisecond
+LONGEST_SLEEP = 0.02  # seconds that a GPU sleeps at most before the calls that are timed
+CYCLES_PER_SECOND = 2e9  # of the fastest clock: with a slower one the GPU sleeps longer
+NUM_TRIES = 3  # of a time, with longer sleeps: another process may hold the host up
+
+
+class HostBoundError(RuntimeError):
+    """The host took longer to enqueue calls than the GPU slept."""
+
+
+class Time(NamedTuple):
+    """Seconds of a call: of the device, and of the host until it has enqueued the call."""
+
+    device: float
+    host: float
 
 
 @dataclass(frozen=True)
@@ -101,50 +119,63 @@ def measure(case: Case, turns: int, longest_call: float = math.inf) -> list[Row]
 
 
 def _measure(case: Case, turns: int, longest_call: float) -> list[Row]:
-    seconds, runs = {}, {}
-    for provider, second in tried_out(case, longest_call):
-        if second > longest_call:
-            seconds[f"{provider.name} (one call)"] = [second]
+    found, runs = dict[str, list[Time]](), dict[str, Callable[[], Time | None]]()
+    refused: dict[str, HostBoundError] = {}
+
+    def take_turn(provider: Provider, trial: Time) -> Time | None:
+        if provider.name not in refused:
+            try:
+                return time_turn(provider.run, case.device, trial)
+            except HostBoundError as error:
+                refused[provider.name] = error
+        return None
+
+    for provider, trial in tried_out(case, longest_call):
+        if trial.device > longest_call:
+            found[f"{provider.name} (one call)"] = [trial]
             continue
-        # As many runs as the clock can resolve: 2 ms' worth on a GPU.
-        on_gpu = min(100, 1 + int(2e-3 / max(second, 1e-6)))
-        repeats = on_gpu if case.device == "cuda" else 1
-        runs[provider.name] = functools.partial(time_once, provider.run, case.device, repeats)
-        seconds[provider.name] = []
-    seconds |= take_turns(runs, turns)
-    *_, copy = seconds
-    ours, of_copy = (statistics.median(seconds[name]) for name in (next(iter(seconds)), copy))
+        found[provider.name] = []
+        runs[provider.name] = functools.partial(take_turn, provider, trial)
+    found |= take_turns(runs, turns)
+    ours, *_, copy = found
+    for name, error in refused.items():
+        if name in (ours, copy):
+            raise error
+        print(f"{case.op}, {case.name}, {case.numel:,}, {name}: refused: {error}")
+        del found[name]
+    of_ours, of_copy = (statistics.median(each.device for each in found[x]) for x in (ours, copy))
     copy_rate = 8 * case.numel / of_copy
     return [
-        _row(case, name, times, ours, copy_rate, is_copy=name == copy)
-        for name, times in seconds.items()
+        _row(case, name, times, of_ours, copy_rate, is_copy=name == copy)
+        for name, times in found.items()
     ]
 
 
-def tried_out(case: Case, longest_call: float) -> Iterator[tuple[Provider, float]]:
-    """Yield the providers, the copy last, with the seconds of their second call (after compiling).
+def tried_out(case: Case, longest_call: float) -> Iterator[tuple[Provider, Time]]:
+    """Yield the providers, the copy last, with the time of their second call (after compiling).
 
     A peer that fails is printed and left out. On the CPU without a longest call none is called.
     """
     ours, *peers, copy = *case.providers, copy_provider(case)
     for each in (ours, *peers, copy):
         if case.device == "cpu" and longest_call == math.inf:
-            yield each, 0.0
+            yield each, Time(0.0, 0.0)
             continue
         try:
             provider = replayed(each, case)
-            _, second = (time_once(provider.run, case.device) for _ in range(2))
+            provider.run()
+            trial = time_once(provider.run, case.device)
         except Exception as error:
             if each not in peers:
                 raise
             what = f"{type(error).__name__}: {error}"
             print(f"{case.op}, {case.name}, {case.numel:,}, {each.name}: left out: {what}")
             continue
-        yield provider, second
+        yield provider, trial
 
 
 def replayed(provider: Provider, case: Case) -> Provider:
-    """Return small cases on a GPU as graph replays: launch overhead would dominate."""
+    """Return small cases on a GPU as graph replays, as kernels follow each other faster in one."""
     if case.device != "cuda" or case.numel > 2**20:
         return provider
     if not provider.captured:
@@ -162,24 +193,55 @@ def replayed(provider: Provider, case: Case) -> Provider:
     return Provider(f"{provider.name} (graph)", graph.replay)
 
 
-def time_once(run: Callable[[], object], device: str, repeats: int = 1) -> float:
-    """Return the seconds of one call (the mean of several): on a GPU, of the GPU's work.
+def time_turn(run: Callable[[], object], device: str, trial: Time) -> Time:
+    """Return the mean of several calls on a GPU, else the time of one.
 
-    The GPU sleeps until the host has enqueued calls: it would wait for the first one otherwise.
+    There are as many as the GPU's clock can resolve, 2 ms' worth, and as the host enqueues in half
+    of the longest sleep. The GPU sleeps twice as long as the host should take.
     """
-    if device == "cuda":
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(CYCLES_ASLEEP)
+    if device == "cpu":
+        return time_once(run, device)
+    enqueued = LONGEST_SLEEP / 2 / max(trial.host, 1e-6)
+    repeats = max(1, min(100, 1 + int(2e-3 / max(trial.device, 1e-6)), int(enqueued)))
+    return time_once(run, device, repeats, 2 * repeats * trial.host + 1e-4)
+
+
+def time_once(
+    run: Callable[[], object],
+    device: str,
+    repeats: int = 1,
+    sleep: float = LONGEST_SLEEP,
+    tries: int = NUM_TRIES,
+) -> Time:
+    """Return the time of one call, the mean of several.
+
+    A GPU sleeps for some seconds until the host has enqueued them, and longer in each further try.
+    A HostBoundError if the host has not by then, as the GPU would wait for it.
+    """
+    start = time.perf_counter()
+    if device == "cpu":
+        for _ in range(repeats):
+            run()
+        seconds = (time.perf_counter() - start) / repeats
+        return Time(seconds, seconds)
+    for number in range(1, tries + 1):
+        asleep, begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        start = time.perf_counter()
+        asleep.record()
+        torch.cuda._sleep(int(min(number * sleep, LONGEST_SLEEP) * CYCLES_PER_SECOND))
         begin.record()
         for _ in range(repeats):
             run()
         end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1e3 / repeats
-    start = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    return (time.perf_counter() - start) / repeats
+        host = time.perf_counter() - start
+        end.synchronize()  # not with what runs beside it on other streams
+        slept = asleep.elapsed_time(begin) / 1e3
+        if host <= slept:
+            return Time(begin.elapsed_time(end) / 1e3 / repeats, host / repeats)
+    raise HostBoundError(
+        f"the host took {host * 1e3:.3f} ms to enqueue {repeats} calls, and the GPU slept for "
+        f"{slept * 1e3:.3f}: it would have waited for the host"
+    )
 
 
 def compile_reference(
@@ -194,9 +256,9 @@ def compile_reference(
 
 
 def _row(
-    case: Case, name: str, times: list[float], ours: float, copy_rate: float, *, is_copy: bool
+    case: Case, name: str, times: list[Time], ours: float, copy_rate: float, *, is_copy: bool
 ) -> Row:
-    median = statistics.median(times)
+    median, host = (statistics.median(each) for each in zip(*times, strict=True))
     num_bytes = 8 * case.numel if is_copy else case.num_bytes
     row = {
         "op": case.op,
@@ -204,10 +266,11 @@ def _row(
         "device": case.device,
         "numel": case.numel,
         "provider": name,
-        **summary(times, digits=4),
+        **summary([each.device for each in times], digits=4),
         "gb_per_s": f"{num_bytes / median / 1e9:.2f}",
         "of_copy": f"{num_bytes / median / copy_rate:.3f}",
         "speedup_of_ours": f"{median / ours:.2f}",
+        "host_ms": f"{host * 1e3:.4f}" if case.device == "cuda" else "",
         "threads": torch.get_num_threads(),
     }
     return {field: row[field] for field in FIELDS}

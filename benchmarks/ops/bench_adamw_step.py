@@ -1,4 +1,10 @@
-"""``adamw_step_`` against torch's fused and foreach AdamW, alone and followed by our other ops."""
+"""``adamw_step_`` against torch's fused and foreach AdamW, alone and followed by our other ops.
+
+On a GPU a step alone is beside FlashOptim's too, where that is installed.
+"""
+
+import functools
+import importlib
 
 import torch
 from torch.optim.adamw import adamw
@@ -22,6 +28,8 @@ class Buffers(steps.Buffers):
         grads = self.lists[1]
         self.steps = [torch.tensor(float(STEP), device=device) for _ in grads]
         self.counted = [torch.tensor(float(STEP)) for _ in grads]  # foreach increments its own
+        if device == "cuda":
+            self.peers = {"FlashAdamW, states of 8 bits": self.flash_step}
 
     def ours(self, **around) -> None:
         states = {"exp_avg": self.mean, "exp_avg_sq": self.square}
@@ -33,6 +41,18 @@ class Buffers(steps.Buffers):
 
     def torch_foreach(self) -> None:
         adamw(*self.lists, [], self.counted, foreach=True, **ADAM, **FLAGS)
+
+    @functools.cached_property
+    def flash(self) -> torch.optim.Optimizer:
+        """FlashOptim's optimizer of one parameter: a ModuleNotFoundError where it is not."""
+        param = torch.nn.Parameter(self.param.clone())
+        param.grad = self.gradients["grad"][0]
+        numbers = {"lr": ADAM["lr"], "betas": (ADAM["beta1"], ADAM["beta2"]), "eps": ADAM["eps"]}
+        module = importlib.import_module("flashoptim")
+        return module.FlashAdamW([param], **numbers, weight_decay=FLAGS["weight_decay"])
+
+    def flash_step(self) -> None:
+        self.flash.step()
 
     def predict(self, out: torch.Tensor) -> None:
         states = self.param, self.mean, self.square

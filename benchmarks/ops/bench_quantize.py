@@ -64,6 +64,11 @@ def make_encoding(device, numel, bits, format, feeds_back, stochastic, dtype=tor
         torch_quantize(x, bits, format, residual, stochastic)
 
     providers = beside(ours, separate_ops, compiled)
+    if find_format(bits, format).has_scales and format not in ("ternary", "natural"):
+        # Without the reference's care for ties, for nan and inf, and for bits that agree.
+        arguments = x, bits, format, residual, stochastic
+        fused = compile_reference(torch_quantize, device, *arguments)
+        providers.append(Provider("torch.compile of torch ops", fused))
     name = format_name(bits, format)
     name += (" + residual" if feeds_back else "") + (" stochastic" if stochastic else "")
     name += f" from {name_of(dtype)[0]}" if dtype != torch.float32 else ""
@@ -74,7 +79,7 @@ def make_encoding(device, numel, bits, format, feeds_back, stochastic, dtype=tor
 def torch_quantize(x, bits, format, residual, stochastic) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize with plain torch ops; floats are rounded to nearest, the only way in torch."""
     kind = find_format(bits, format)
-    blocks = (x if residual is None else x + residual).view(-1, BLOCK_SIZE)
+    blocks = (x if residual is None else x + residual).float().view(-1, BLOCK_SIZE)
     if format in ("ternary", "natural"):
         return torch_draw(blocks, kind, residual)
     scales = blocks.abs().amax(dim=1, keepdim=True).clamp_(min=SMALLEST).div_(kind.largest)

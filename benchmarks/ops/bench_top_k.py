@@ -1,7 +1,8 @@
 """``top_k`` against torch's topk of magnitudes, and the inverses against ``scatter_add_``.
 
 Every provider takes the next step of a stream of gradients, with its own residual: how close to the
-threshold most of its entries are depends on the steps before.
+threshold most of its entries are depends on the steps before. So none is captured in a CUDA graph,
+which would take the same step again and again.
 """
 
 from collections.abc import Iterator
@@ -44,6 +45,11 @@ def heavy_tailed(numel: int, device: str) -> torch.Tensor:
     return torch.randn(numel, device=device).div_((squares / 3).sqrt_().add_(1e-6))
 
 
+def of_stream(name: str, ours, torch_ops) -> list[Provider]:
+    runs = {name: ours, "torch topk and its kin": torch_ops}
+    return [Provider(each, run, captured=False) for each, run in runs.items()]
+
+
 def make_case(device, gradients, share, has_residual, threshold) -> Case:
     numel = len(gradients[0])
     k = int(share * numel)
@@ -72,7 +78,7 @@ def make_case(device, gradients, share, has_residual, threshold) -> Case:
         residual_of_torch.gather(0, indices)
         residual_of_torch.index_fill_(0, indices, 0.0)
 
-    providers = [Provider("pyparallel top_k", ours), Provider("torch topk and its kin", torch_ops)]
+    providers = of_stream("pyparallel top_k", ours, torch_ops)
     name = f"{share:.1%}{', residual' * has_residual}, threshold {threshold}"
     num_bytes = 12 * numel + 20 * k if has_residual else 4 * numel + 8 * k
     return Case("top_k", name, numel, num_bytes, providers, device)
@@ -114,7 +120,7 @@ def make_chunks_case(device, gradients, *, has_residual) -> Case:
         words = pairs[:, 0] | pairs[:, 1] << 12
         torch.stack([words & 0xFF, words >> 8 & 0xFF, words >> 16], dim=1).to(torch.uint8)
 
-    providers = [Provider("pyparallel", ours), Provider("torch topk and its kin", torch_ops)]
+    providers = of_stream("pyparallel", ours, torch_ops)
     num_bytes = (12 if has_residual else 4) * numel + 11 * K * (numel // CHUNK) // 2
     name = f"{K} of {CHUNK}{', residual' * has_residual}"
     return Case("top_k_chunks", name, numel, num_bytes, providers, device)

@@ -186,7 +186,7 @@ def measure(call: Call, numel: int, turns: int, repeats: int) -> list[Row]:
             "op": call.op,
             "numel": numel,
             "provider": name,
-            **summary(times, "us", digits=2),
+            **summary([each.device for each in times], "us", digits=2),
             "threads": torch.get_num_threads(),
         }
         for name, times in take_turns(runs, turns).items()

@@ -59,8 +59,8 @@ class Copies(Collectives):
 
 
 def layout_of(numel: int) -> BufferLayout:
-    """Return square matrices of as many elements, a power of two."""
-    width = min(WIDTH, 2 ** ((numel.bit_length() - 1) // 2))
+    """Return square matrices of as many elements: the largest whose width is a power of two."""
+    width = min(WIDTH, 2 ** (((numel & -numel).bit_length() - 1) // 2))
     return BufferLayout(
         tuple(Piece(f"{i}.weight", (width, width)) for i in range(numel // width**2))
     )

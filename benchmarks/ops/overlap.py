@@ -23,15 +23,17 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.harness.link import loopback
-from benchmarks.harness.measure import FIELDS, time_once
+from benchmarks.harness.measure import FIELDS, NUM_TRIES, time_once
 from benchmarks.harness.program import make_parser
 from benchmarks.harness.rows import print_rows, record, stamp
 from benchmarks.harness.turns import take_turns
+from benchmarks.ops.held_sms import carved_out
 from pyparallel.comm.process_groups import create_group
 from pyparallel.ops import mix_
 
 TIMEOUT = timedelta(seconds=60)
 COMMUNICATION = "communication"
+CTAS = 16  # the most thread blocks of a trainer's group, of an SM each
 
 
 def start_exchange(outgoing: torch.Tensor, incoming: torch.Tensor, group) -> list[dist.Work]:
@@ -42,8 +44,20 @@ def start_exchange(outgoing: torch.Tensor, incoming: torch.Tensor, group) -> lis
     return dist.batch_isend_irecv([send, receive])
 
 
-def make_steps(device: str, numel: int, group) -> dict[str, Callable[[], None]]:
-    """Return the exchange, and each computation alone and during an exchange."""
+def make_group(max_ctas: int | None) -> dist.ProcessGroup:
+    """Return a group as trainers make it, or one whose kernels have at most so many blocks."""
+    if max_ctas is None:
+        return create_group(range(dist.get_world_size()), None)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = max_ctas
+    return dist.new_group(pg_options=options)
+
+
+def make_steps(device: str, numel: int, group, carved: int) -> dict[str, Callable[[], None]]:
+    """Return the exchange, and each computation alone and during an exchange.
+
+    Matrix products also leave ``carved`` SMs to the exchange.
+    """
     outgoing, incoming, z, message = (torch.randn(numel, device=device) for _ in range(4))
     kept = torch.tensor(0.5, dtype=torch.float64, device=device)
     masses = kept.reshape(1).clone()
@@ -63,6 +77,10 @@ def make_steps(device: str, numel: int, group) -> dict[str, Callable[[], None]]:
         for _ in range(8):
             torch.mm(left, right)
 
+    def multiply_beside() -> None:
+        with carved_out(carved):
+            multiply()
+
     def during_exchange(compute: Callable[[], None]) -> None:
         works = start_exchange(outgoing, incoming, group)
         compute()
@@ -74,16 +92,20 @@ def make_steps(device: str, numel: int, group) -> dict[str, Callable[[], None]]:
         f"{name}, during it": partial(during_exchange, compute)
         for name, compute in computations.items()
     }
+    both["eight matrix products, during it, carved out"] = partial(during_exchange, multiply_beside)
     return {COMMUNICATION: communicate, **computations, **both}
 
 
-def measure(device: str, numel: int, turns: int) -> dict[str, float]:
+def measure(device: str, numel: int, turns: int, max_ctas: int | None) -> dict[str, float]:
     """Return the median seconds of each; the ranks start each one together."""
-    group = create_group(range(dist.get_world_size()), None)
-    steps = make_steps(device, numel, group)
-    runs = {name: partial(time_once, step, device) for name, step in steps.items()}
-    seconds = take_turns(runs, turns, warm_up=2, before=dist.barrier)  # the first turns connect
-    return {name: statistics.median(times) for name, times in seconds.items()}
+    steps = make_steps(device, numel, make_group(max_ctas), max_ctas or CTAS)
+    for step in steps.values():  # connects, and loads kernels
+        dist.barrier()
+        step()
+    tries = NUM_TRIES if dist.get_world_size() == 1 else 1  # others would not try again
+    runs = {name: partial(time_once, step, device, tries=tries) for name, step in steps.items()}
+    times = take_turns(runs, turns, warm_up=2, before=dist.barrier)
+    return {name: statistics.median(each.device for each in own) for name, own in times.items()}
 
 
 def run_rank(rank: int, port: int, options: argparse.Namespace) -> None:
@@ -96,14 +118,19 @@ def run_rank(rank: int, port: int, options: argparse.Namespace) -> None:
     dist.init_process_group(
         backend, init_method=store, rank=rank, world_size=options.ranks, timeout=TIMEOUT
     )
-    seconds = measure(options.device, options.numel, options.turns)
-    dist.destroy_process_group()
-    if rank > 0:
-        return
-    if on_gpu:
+    if on_gpu and rank == 0:
         print(f"NCCL: torch was compiled with {torch.cuda.nccl.version()}, "
               f"loaded: {nccl_versions()}")  # fmt: skip
     case = f"{options.ranks} rank{'s' * (options.ranks > 1)}, {backend}{version}"
+    for max_ctas in options.max_ctas or [None]:
+        seconds = measure(options.device, options.numel, options.turns, max_ctas)
+        if rank == 0:
+            name = case if max_ctas is None else f"{case}, {max_ctas} blocks"
+            write_rows(seconds, name, options)
+    dist.destroy_process_group()
+
+
+def write_rows(seconds: dict[str, float], case: str, options: argparse.Namespace) -> None:
     common = {"op": "overlap", "case": case, "device": options.device, **stamp()}
     common |= {"numel": options.numel, "threads": torch.get_num_threads()}
     rows = [
@@ -141,6 +168,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--numel", type=int, default=2**26, help="float32 numbers of a message")
     parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument(
+        "--max-ctas", nargs="+", type=int, help="most thread blocks of NCCL's kernels"
+    )
     options = parser.parse_args()
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # not supported with several ranks on one GPU
     with loopback() as place:

@@ -6,7 +6,7 @@ The peers are torch's functional ops, which cost less per call than the optimize
 a prediction include the step without one as a peer, to show the prediction's cost.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -36,6 +36,8 @@ class Buffers:
         tensors: parameter, gradient and states.
         num_gradients: parts of the gradient, each in memory of its own.
     """
+
+    peers: Mapping[str, Callable[[], object]] = {}  # of other libraries, beside a step alone
 
     def __init__(self, tensors: Sequence[Tensor], num_gradients: int) -> None:
         self.param = tensors[0]
@@ -69,6 +71,7 @@ class StepCases:
             Provider("pyparallel", buffers.ours),
             Provider("torch fused", buffers.torch_fused),
             Provider("torch foreach", buffers.torch_foreach),
+            *(Provider(name, run, captured=False) for name, run in buffers.peers.items()),
         ]
         return Case(self.op, "step", numel, self.num_bytes * numel, providers, device)
 

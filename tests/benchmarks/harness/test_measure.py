@@ -2,12 +2,14 @@
 
 import csv
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import __main__ as program
-from benchmarks.harness.measure import FIELDS, Case, Provider, measure
+from benchmarks.harness import measure as module
+from benchmarks.harness.measure import FIELDS, Case, HostBoundError, Provider, Time, measure
 
 
 def test_rows_compare_with_our_op_and_with_a_copy():
@@ -88,11 +90,10 @@ def test_rows_are_written_after_every_case_until_the_deadline(tmp_path, monkeypa
     assert "the second fails" in printed.err
 
 
-def test_huge_sizes_are_measured_without_peers_and_for_one_pass_only(monkeypatch):
+def test_cases_are_chosen_by_their_whole_names(monkeypatch):
     toys(monkeypatch)
-    monkeypatch.setattr(program, "LARGEST_WITH_PEERS", 2**6)
-    found = list(program.cases("cpu", [2**8], ["mix", "top_k"]))
-    assert {case.op for case in found} == {"mix"}
+    found = list(program.cases("cpu", [2**8], ["mix", "top_k"], r"mix-\d|top", peers=False))
+    assert [case.name for case in found] == ["mix-1", "mix-2"]
     assert {len(case.providers) for case in found} == {1}
 
 
@@ -100,3 +101,71 @@ def test_our_own_failure_is_raised():
     case = Case("nothing", "case", 10, 80, [Provider("ours", lambda: 1 / 0), Provider("peer", int)])
     with pytest.raises(ZeroDivisionError):
         measure(case, turns=1, longest_call=1.0)
+
+
+class FakeGPU:
+    """A GPU and its host, whose clocks move by what they are said to take."""
+
+    def __init__(self, monkeypatch):
+        self.host = self.device = 0.0  # seconds, when each is done with what it has been given
+        self.delays = []  # of the host, in the next calls
+        cuda = SimpleNamespace(
+            Event=self.make_event, _sleep=lambda cycles: self.work(0, cycles / 2e9),
+        )  # fmt: skip
+        clock = SimpleNamespace(perf_counter=lambda: self.host)
+        monkeypatch.setattr(module.torch, "cuda", cuda)
+        monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(module, "copy_provider", lambda case: self.provider("copy", 1e-5, 1e-3))
+
+    def work(self, host, device):
+        self.host += host
+        self.device = max(self.host, self.device) + device
+
+    def wait(self):
+        self.host = self.device = max(self.host, self.device)
+
+    def make_event(self, enable_timing):
+        event = SimpleNamespace()
+        event.record = lambda: vars(event).update(at=max(self.host, self.device))
+        event.synchronize = self.wait
+        event.elapsed_time = lambda end: (end.at - event.at) * 1e3
+        return event
+
+    def provider(self, name, host, device):
+        return Provider(name, lambda: self.work(self.delays.pop() if self.delays else host, device))
+
+
+def test_times_on_a_gpu_are_its_own(monkeypatch):
+    gpu = FakeGPU(monkeypatch)
+    providers = [gpu.provider("ours", 3e-5, 5e-6), gpu.provider("peer", 2e-3, 4e-3)]
+    case = Case("nothing", "case", 2**21, 8, providers, "cuda")
+    found = {row["provider"]: (row["median_ms"], row["host_ms"]) for row in measure(case, turns=3)}
+    assert found == {
+        "ours": ("0.0050", "0.0300"), "peer": ("4.0000", "2.0000"), "copy": ("1.0000", "0.0100"),
+    }  # fmt: skip
+
+
+def test_a_turn_in_which_the_host_was_held_up_is_taken_again(monkeypatch):
+    gpu = FakeGPU(monkeypatch)
+    gpu.delays = [0.015]
+    run = gpu.provider("ours", 3e-5, 5e-6).run
+    assert module.time_turn(run, "cuda", Time(1e-3, 3e-5)) == pytest.approx((5e-6, 3e-5))
+    assert not gpu.delays
+
+
+def test_rows_of_the_hosts_time_are_refused(monkeypatch, capsys):
+    gpu = FakeGPU(monkeypatch)
+    gpu.delays = 50 * [0.03]
+    with pytest.raises(HostBoundError, match=r"took 30\.0+ ms to enqueue 1 calls, and"):
+        module.time_once(gpu.provider("slow", 0, 1e-3).run, "cuda")
+    gpu.delays = []
+    delays = iter([1e-5, 1e-5, *100 * [0.03]])  # slower once it has been tried out
+    slower = Provider("slower", lambda: gpu.work(next(delays), 1e-3))
+    providers = [gpu.provider("ours", 1e-5, 1e-3), gpu.provider("slow", 0.03, 1e-3), slower]
+    case = Case("nothing", "case", 2**21, 8, providers, "cuda")
+    assert [row["provider"] for row in measure(case, turns=2)] == ["ours", "copy"]
+    printed = capsys.readouterr().out
+    assert "slow: left out: HostBoundError: the host took 30.000 ms to enqueue 1 calls" in printed
+    assert "slower: refused: the host took" in printed
+    with pytest.raises(HostBoundError):
+        measure(replace(case, providers=providers[1:]), turns=2)
