@@ -66,8 +66,8 @@ def _wait(replicas: Sequence["subprocess.Popen[bytes]"]) -> list[int]:
     """Wait for processes, and pass a SIGTERM on to them; return their exit statuses."""
 
     def terminate(*_: object) -> None:
-        for each in replicas:
-            each.terminate()
+        for replica in replicas:
+            replica.terminate()
 
     before = signal.signal(signal.SIGTERM, terminate)
     try:

@@ -94,7 +94,7 @@ def _tables(found: PairLinks) -> Iterator[str]:
             (found.jitters, _MILLISECOND, 2),
         )
         if found.median(found.rates, within=within) is not None:
-            rows.append((name, *(_median(found, *each, within=within) for each in columns)))
+            rows.append((name, *(_median(found, *column, within=within) for column in columns)))
     yield from aligned(rows)
     yield ""
 

@@ -189,7 +189,7 @@ def _text(workload: Workload, found: Measurements, path: Path | None) -> str:
 
 def describe(predictions: Sequence[StepTime], num_parameters: int) -> list[tuple[str, ...]]:
     """Return the rows of the table, the fastest first."""
-    by_name = {each.name: each for each in predictions}
+    by_name = {prediction.name: prediction for prediction in predictions}
     return [
         (
             each.name,
@@ -209,7 +209,7 @@ def describe(predictions: Sequence[StepTime], num_parameters: int) -> list[tuple
 def advise(predictions: Sequence[StepTime]) -> str:
     """Return the recommendation; predictions as for `choose`, with fp32 and bf16."""
     best = choose(predictions)
-    by_name = {each.name: each for each in predictions}
+    by_name = {prediction.name: prediction for prediction in predictions}
     speedups = {name: by_name[name].step / best.step for name in (DENSE.name, HALF.name)}
     if best.name == DENSE.name:
         return f"Use plain fp32: no compressor shortens a step by more than {NOISE:.0%}."
@@ -227,7 +227,7 @@ def advise(predictions: Sequence[StepTime]) -> str:
 
 def describe_algorithms(found: Measurements, num_parameters: int) -> list[tuple[str, ...]]:
     """Return the rows of the table of algorithms: steps between averages, bytes of each."""
-    dense = next(each for each in found.predictions if each.name == DENSE.name)
+    dense = next(prediction for prediction in found.predictions if prediction.name == DENSE.name)
     lines: list[tuple[str, ...]] = []
     for algorithm, each in zip(found.algorithms, found.algorithm_predictions, strict=True):
         interval = getattr(algorithm, "interval", 1)

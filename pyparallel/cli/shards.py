@@ -76,7 +76,7 @@ def _build(arguments: argparse.Namespace) -> nn.Module:
     size, inner = arguments.hidden, arguments.intermediate
     shapes = [(size, size)] * 4 + [(size, inner)] * 2 + [(inner, size)]
     layers = [
-        nn.ModuleList([*(nn.Linear(*each, bias=False) for each in shapes), nn.RMSNorm(size),
+        nn.ModuleList([*(nn.Linear(*shape, bias=False) for shape in shapes), nn.RMSNorm(size),
                        nn.RMSNorm(size)])
         for _ in range(arguments.layers)
     ]  # fmt: skip

@@ -177,7 +177,7 @@ def _named(
     """Return what to simulate by the names of rows, AllReduce() last, where a pipeline flushes."""
     texts = arguments.algorithm or ["SGP(overlap=1)"]
     num_ranks = max(1, arguments.ranks // (pipeline.num_stages if pipeline else 1))
-    named = {each: (parse_algorithm(each, num_ranks), pipeline) for each in texts}
+    named = {text: (parse_algorithm(text, num_ranks), pipeline) for text in texts}
     if pipeline is None or pipeline.schedule.flushes:
         return {**named, "AllReduce()": (AllReduce(), pipeline)}
     flushing = replace(pipeline, schedule=OneForwardOneBackward())

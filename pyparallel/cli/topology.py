@@ -45,7 +45,7 @@ def find_kinds() -> dict[str, type[Topology]]:
 
 def _needs_ranks_alone(kind: type[Topology]) -> bool:
     parameters = list(inspect.signature(kind).parameters.values())
-    required = [each.name for each in parameters if each.default is each.empty]
+    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
     return not inspect.isabstract(kind) and required == ["num_ranks"]
 
 

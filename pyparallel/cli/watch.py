@@ -83,7 +83,7 @@ def _table(run: Path) -> tuple[str, bool]:
         before, row = (steps[-2:] * 2)[:2] if steps else ({}, {})
         cells.append([column(before, row) if row else "" for column in _COLUMNS.values()])
         states.append(_state(lines, row.get("time", 0.0) - before.get("time", 0.0)))
-    shown = [index for index in range(len(_COLUMNS)) if any(each[index] for each in cells)]
+    shown = [index for index in range(len(_COLUMNS)) if any(cell[index] for cell in cells)]
     table = [("rank", *(list(_COLUMNS)[index] for index in shown), "state")]
     for path, own, state in zip(paths, cells, states, strict=True):
         table.append((path.stem, *(own[index] or "-" for index in shown), state))

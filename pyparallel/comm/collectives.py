@@ -115,7 +115,7 @@ class Collectives:
         """Gather tensors (n,), of one length on all ranks each, as one; return (size, n) each."""
         if len(tensors) == 1:
             return [self.all_gather(tensors[0])]
-        kinds = tuple((each.numel(), each.dtype) for each in tensors)
+        kinds = tuple((tensor.numel(), tensor.dtype) for tensor in tensors)
         if not (width := packed_bytes(kinds)):
             return [each.expand(self.size, -1) for each in tensors]
         packed = tensors[0].new_zeros(width, dtype=torch.uint8)
@@ -133,7 +133,7 @@ class Collectives:
         lengths = int64_on(tensors[0].device, [each.numel() for each in tensors])
         all_lengths = self.all_gather(lengths).tolist()
         gathered = [
-            self._gather_padded(tensor, [each[index] for each in all_lengths])
+            self._gather_padded(tensor, [length[index] for length in all_lengths])
             for index, tensor in enumerate(tensors)
         ]
         return list(zip(*gathered, strict=True))

@@ -58,7 +58,7 @@ def check_consistent_across_ranks(
         is_type = isinstance(error, ArgumentTypeError)
         mine = [None if error is None else str(error), is_type]
         rows = gather_json(mine, replica_group, "errors", "arguments", _parse_error, call)
-        error = next((each for each in rows if each is not None), None)
+        error = next((row for row in rows if row is not None), None)
     if error is not None:
         raise error
 

@@ -123,7 +123,7 @@ class PointToPoint:
             works = start(self.run.group, sends, receives)
         except RuntimeError as error:
             raise self.peer_error(transfers, len(receives), error) from error
-        self.stats.count_bytes(sum([each.tensor.nbytes for each in sends]))
+        self.stats.count_bytes(sum([send.tensor.nbytes for send in sends]))
         # Gloo's own may be of the time when members connected; with NCCL the host would wait.
         by_gloo = bool(works) and transfers[0].tensor.is_cpu
         timeout = (timeout_of(self.run.group),) if by_gloo else ()
@@ -133,7 +133,7 @@ class PointToPoint:
         self, transfers: Sequence[Transfer], num_received: int, error: RuntimeError
     ) -> PeerError:
         """Return the error of undelivered messages, of which the first are to be received."""
-        me, peers = self.run.rank, [self.run.global_rank(each.peer) for each in transfers]
+        me, peers = self.run.rank, [self.run.global_rank(transfer.peer) for transfer in transfers]
         edges = [(peer, me) for peer in peers[:num_received]]
         edges += [(me, peer) for peer in peers[num_received:]]
         names = ", ".join(f"{sender} -> {receiver}" for sender, receiver in dict.fromkeys(edges))

@@ -196,7 +196,7 @@ def merge_states(states: list[dict[str, Any]], num_ranks: int) -> dict[str, Any]
         require((each["compressor"], _keys(each)) == (first["compressor"], _keys(first)), rule, got)
     parameters = {
         name: {
-            key: torch.stack([each["parameters"][name][key].float() for each in states]).mean(0)
+            key: torch.stack([state["parameters"][name][key].float() for state in states]).mean(0)
             for key in tensors
         }
         for name, tensors in first["parameters"].items()

@@ -84,7 +84,7 @@ class GossipState:
             "algorithm": self._model._collect_state(),
             "module": self._local(self._model.state_dict()),
             "optimizer_kinds": [training.optimizer_kind(each) for each in self._optimizers],
-            "optimizers": [self._local(each.state_dict()) for each in self._optimizers],
+            "optimizers": [self._local(optimizer.state_dict()) for optimizer in self._optimizers],
         }
         return {self._key: RankState(training.seal(values))}
 

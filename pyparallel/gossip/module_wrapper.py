@@ -98,7 +98,7 @@ class ModuleWrapper(nn.Module):
     @override
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Accept what changes nothing; torch would copy to ``cpu:0``, as hosts name the CPU."""
-        args = tuple(_without_index(each) for each in args)
+        args = tuple(_without_index(arg) for arg in args)
         return super().to(*args, **{key: _without_index(each) for key, each in kwargs.items()})
 
     @override

@@ -162,7 +162,7 @@ def check_ranks(trainer: Trainer) -> None:
     fix = "start the script by torchrun or accelerate launch"
     require(trainer.args.world_size > 1, f"{name} must have at least 2 ranks", "1", fix)
     options = ("fsdp", "deepspeed", "parallelism_config")
-    sharding = [each for each in options if getattr(trainer.args, each, None)]
+    sharding = [option for option in options if getattr(trainer.args, option, None)]
     rule, got = f"{name} must have a whole model on each rank", f"args with {', '.join(sharding)}"
     require(not sharding, rule, got, "leave it out")
     if isinstance(trainer, GossipTrainer) and isinstance(trainer, CompressedTrainer):

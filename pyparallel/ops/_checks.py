@@ -36,8 +36,8 @@ def are_float64(tensors: Sequence[Tensor]) -> bool:
     """Return whether all are float64, of one shape and on one device; no kernel takes those."""
     first = tensors[0]
     return all(
-        each.dtype == float64 and each.shape == first.shape and each.device == first.device
-        for each in tensors
+        tensor.dtype == float64 and tensor.shape == first.shape and tensor.device == first.device
+        for tensor in tensors
     )
 
 

@@ -97,7 +97,7 @@ def scatter_chunks_reference(
     """Compute the op in plain PyTorch: the definition that all kernels are tested against."""
     sums = pad(out if accumulate else torch.zeros_like(out), (0, 1))
     rows, messages = torch.atleast_2d(values), torch.atleast_2d(indices)
-    places = [_places_in_chunks(each, rows.size(1), k, chunk, len(out)) for each in messages]
+    places = [_places_in_chunks(message, rows.size(1), k, chunk, len(out)) for message in messages]
     refuse_or_count(torch.cat(places) == len(out), corrupt, _CORRUPT_CHUNKS)
     for each, row in zip(places, rows, strict=True):
         sums[each] = (sums[each].float() + row.float()).to(out.dtype)

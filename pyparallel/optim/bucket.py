@@ -219,7 +219,7 @@ class Bucket:
                 self._known = [(count + plus, kind) for (count, kind), plus in pairs]
             else:  # the host does not know whether they are taken back
                 kinds: dict[Any, int] = {}
-                self._known = [(0, kinds.setdefault(each, len(kinds))) for each in pairs]
+                self._known = [(0, kinds.setdefault(pair, len(kinds))) for pair in pairs]
             self._spans = None
         counts += one
         self._version = counts._version

@@ -49,7 +49,7 @@ class FiniteSteps:
         takes_scales: bool = True,
         replica: Run | None = None,
     ) -> None:
-        self._handled = [_handle(each, takes_scales) for each in optimizers]
+        self._handled = [_handle(optimizer, takes_scales) for optimizer in optimizers]
         self._policy, self._counts, self._replica = policy, counts, replica
         self._begun: set[int] = set()  # optimizers in this training step
         self._is_found: bool | Tensor | None = None  # in this training step; None: not read
@@ -211,7 +211,7 @@ def _with_gradients(optimizer: Any) -> list[Any]:
 def _values_of(parameters: list[Any]) -> list[Tensor]:
     """Return the gradients of parameters: of DTensors the shards, of sparse ones the values."""
     gradients: list[Tensor] = [parameter.grad for parameter in parameters]
-    if all(type(each) is Tensor and each.layout == torch.strided for each in gradients):
+    if all(type(gradient) is Tensor and gradient.layout == torch.strided for gradient in gradients):
         return gradients
     gradients = list(map(local_of, gradients))
     return [each._values() if each.layout == torch.sparse_coo else each for each in gradients]

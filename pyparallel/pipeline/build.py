@@ -111,7 +111,7 @@ def build_stages(
         is_ring = shape.num_stages > shape.num_ranks
         groups = P2PGroups.connect(run, device, is_ring=is_ring)
     compressors = arguments.compressors.values()
-    codecs = (None if each is None else Codec(each, rank) for each in compressors)
+    codecs = (None if compressor is None else Codec(compressor, rank) for compressor in compressors)
     p2p = StageP2P(shape, groups, *codecs)
     tied = TiedParameters(ties, shape, rank, run)
     tied.copy_from_owners()  # the ranks may have initialized the model differently
@@ -153,7 +153,7 @@ def _is_trained(
     optimizers: Iterable[Optimizer], copies: Iterable[nn.Parameter], parameter: nn.Parameter
 ) -> bool:
     """Return whether optimizers, or the owner of tied ``copies``, train a parameter."""
-    groups = (group for each in optimizers for group in each.param_groups)
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     held = (each for group in groups for each in group["params"])
     return any(each is parameter for each in (*held, *copies))
 

@@ -19,7 +19,7 @@ def save_stages(
 ) -> dict[str, Any]:
     """Return the states of stages, by index; ``seed`` is that of ``StageGenerators``."""
     marks = {"step": step, "seed": seed, "split": split}
-    return {str(each.index): seal({**marks, **each.state_dict()}) for each in stages}
+    return {str(stage.index): seal({**marks, **stage.state_dict()}) for stage in stages}
 
 
 def rescue_stages(
@@ -39,7 +39,7 @@ def rescue_stages(
 def split_of(state: object) -> Any:
     """Return the split that a state was saved with, or None if it has none."""
     stages = state.values() if isinstance(state, Mapping) else ()
-    return next((each["split"] for each in stages if "split" in each), None)
+    return next((stage["split"] for stage in stages if "split" in stage), None)
 
 
 def load_stages(stages: Sequence[Stage], state: Mapping[str, Any], run: Run) -> tuple[int, int]:

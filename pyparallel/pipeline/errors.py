@@ -54,7 +54,7 @@ class CallErrors:
 
     def raise_refusals(self, refusals: Sequence[Refusal], *, is_empty: bool) -> None:
         """Raise what stages have been refused in this call, with the pipeline in order."""
-        refusals = [each for each in refusals if each.kind is not RefusalKind.EMPTY]
+        refusals = [refusal for refusal in refusals if refusal.kind is not RefusalKind.EMPTY]
         if self._skips_non_finite:
             refusals = [each for each in refusals if each.kind is not RefusalKind.NOT_FINITE]
         refusals = [each for each in refusals if each.text not in self._raised]

@@ -20,7 +20,7 @@ def full_state(stages: Sequence[NamedStage], run: Run, *, keeps: bool) -> State:
 
     All ranks call it together.
     """
-    own = {name: value for each in stages for name, value in each.module_state().items()}
+    own = {name: value for stage in stages for name, value in stage.module_state().items()}
     if run.size == 1:
         return {name: on_cpu(value) for name, value in own.items() if keeps}
     with raising_on_all_ranks(run.agree):

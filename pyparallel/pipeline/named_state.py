@@ -57,7 +57,7 @@ class NamedStage(NamedTuple):
 
     def schedulers(self) -> Iterator[tuple[str, LRScheduler]]:
         """Yield each scheduler with its key: the kind of its optimizer, and which of this kind."""
-        kinds = [training.optimizer_kind(each) for each in self.stage.optimizers]
+        kinds = [training.optimizer_kind(optimizer) for optimizer in self.stage.optimizers]
         for index, scheduler in enumerate(self.stage.schedulers):
             yield f"scheduler.{kinds[index]}.{kinds[:index].count(kinds[index])}", scheduler
 
@@ -67,7 +67,7 @@ def name_stages(
 ) -> list[NamedStage]:
     """Return stages with the names of the whole model; all ranks call this together."""
     names = names_of_modules(model, layers)
-    named = [NamedStage(each, plain_names(each.module, names)) for each in stages]
+    named = [NamedStage(stage, plain_names(stage.module, names)) for stage in stages]
     if any(isinstance(layer, UnpackInputs) for layer in layers):
         _check_names(named, run)
     return named
@@ -76,9 +76,9 @@ def name_stages(
 def _check_names(stages: Sequence[NamedStage], run: Run) -> None:
     """Raise a ValueError on all ranks if two stages have tensors, not tied, of one name."""
     own = []
-    for each in stages:
-        borrowed = getattr(each.stage.module, "borrowed", {})
-        own += [each.names[key] for key in each.stage.module.state_dict() if key not in borrowed]
+    for stage in stages:
+        borrowed = getattr(stage.stage.module, "borrowed", {})
+        own += [stage.names[key] for key in stage.stage.module.state_dict() if key not in borrowed]
     of_ranks = [own]
     if run.size > 1:
         content = "names of tensors"
@@ -111,11 +111,11 @@ def sharded_state(
     ``seed``, ``split`` and ``updates``.
     """
     state: State = {"step": step, "seed": seed, "split": split}
-    for each in stages:
-        state["updates"] = each.stage.num_updates
-        state.update((f"model.{name}", value) for name, value in each.module_state().items())
-        for optimizer in each.stage.optimizers:
-            named = zip(optimizer.param_groups, each.parameter_names(optimizer), strict=True)
+    for stage in stages:
+        state["updates"] = stage.stage.num_updates
+        state.update((f"model.{name}", value) for name, value in stage.module_state().items())
+        for optimizer in stage.stage.optimizers:
+            named = zip(optimizer.param_groups, stage.parameter_names(optimizer), strict=True)
             for group, names in named:
                 for parameter, name in zip(group["params"], names, strict=True):
                     state[f"{_KIND}.{name}"] = training.optimizer_kind(optimizer)
@@ -123,10 +123,10 @@ def sharded_state(
                     state.update((f"{_STATE}.{name}.{k}", v) for k, v in of_parameter.items())
                     options = {k: v for k, v in group.items() if not k.startswith("param")}
                     state.update((f"{_GROUPS}.{name}.{k}", v) for k, v in options.items())
-        if each.stage.clipper is not None and each.stage.clipper.last is not None:
-            state.update(zip(each.norm_keys(), each.stage.clipper.last.unbind(), strict=True))
+        if stage.stage.clipper is not None and stage.stage.clipper.last is not None:
+            state.update(zip(stage.norm_keys(), stage.stage.clipper.last.unbind(), strict=True))
         # In a tuple: DCP saves it as one object.
-        state.update((key, (own.state_dict(),)) for key, own in each.schedulers())
+        state.update((key, (own.state_dict(),)) for key, own in stage.schedulers())
     return state
 
 
@@ -163,28 +163,28 @@ def load_checkpoint(
             if isinstance(kept, TensorStorageMetadata):
                 state[key] = torch.empty(kept.size, dtype=kept.properties.dtype, device="cpu")
         training.read_checkpoint(state, checkpoint_id)
-        for each in stages:
-            own = {f"model.{name}": value for name, value in each.module_state().items()}
+        for stage in stages:
+            own = {f"model.{name}": value for name, value in stage.module_state().items()}
             zero = torch.zeros((), dtype=torch.float64, device="cpu")
-            own.update((key, zero) for key in each.norm_keys() if key in state)
+            own.update((key, zero) for key in stage.norm_keys() if key in state)
             training.check_like({key: state[key] for key in own}, own, "checkpoint_id")
-            for optimizer in each.stage.optimizers:
-                loaded = _optimizer_state(each, optimizer, state)
+            for optimizer in stage.stage.optimizers:
+                loaded = _optimizer_state(stage, optimizer, state)
                 training.check_optimizer_state(optimizer, loaded, "checkpoint_id")
         return []
 
     training.check_on_all_ranks(read, partial(agree, run))
-    for each in stages:
-        module = each.stage.module
-        own = {key: state[f"model.{each.names[key]}"] for key in module.state_dict()}
+    for stage in stages:
+        module = stage.stage.module
+        own = {key: state[f"model.{stage.names[key]}"] for key in module.state_dict()}
         module.load_state_dict(own)
-        for optimizer in each.stage.optimizers:
-            optimizer.load_state_dict(_optimizer_state(each, optimizer, state))
-        for key, scheduler in each.schedulers():
+        for optimizer in stage.stage.optimizers:
+            optimizer.load_state_dict(_optimizer_state(stage, optimizer, state))
+        for key, scheduler in stage.schedulers():
             scheduler.load_state_dict(_scheduler_state(scheduler, state[key][0]))
         zero = torch.zeros((), dtype=torch.float64, device="cpu")
-        norms = [state.get(key, zero) for key in each.norm_keys()]
-        each.stage.load_updates(state["updates"], torch.stack(norms) if norms else None)
+        norms = [state.get(key, zero) for key in stage.norm_keys()]
+        stage.stage.load_updates(state["updates"], torch.stack(norms) if norms else None)
     return state["step"], state["seed"]
 
 
@@ -194,15 +194,15 @@ def _keys_of(stages: Sequence[NamedStage], saved: Sequence[str]) -> list[str]:
         if key.startswith((_STATE, _GROUPS)):
             of_parameter.setdefault(key.rpartition(".")[0], []).append(key)
     keys = ["step", "updates", "seed"]
-    for each in stages:
-        keys += [f"model.{name}" for name in each.module_state()]
-        for optimizer in each.stage.optimizers:
-            for name in (name for names in each.parameter_names(optimizer) for name in names):
+    for stage in stages:
+        keys += [f"model.{name}" for name in stage.module_state()]
+        for optimizer in stage.stage.optimizers:
+            for name in (name for names in stage.parameter_names(optimizer) for name in names):
                 keys.append(f"{_KIND}.{name}")
                 keys += of_parameter.get(f"{_STATE}.{name}", [])
                 keys += of_parameter.get(f"{_GROUPS}.{name}", [])
-        keys += [key for key, _ in each.schedulers()]
-        keys += [key for key in each.norm_keys() if key in saved]  # else it counts as 0
+        keys += [key for key, _ in stage.schedulers()]
+        keys += [key for key in stage.norm_keys() if key in saved]  # else it counts as 0
     return keys
 
 

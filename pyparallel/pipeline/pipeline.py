@@ -67,7 +67,7 @@ class Pipeline:
 
         def actions_of(rank: int) -> Iterable[Action]:
             actions = self._schedule.step(self._shape, rank, index)
-            return (each for each in actions if updates or each.kind is not Kind.UPDATE)
+            return (action for action in actions if updates or action.kind is not Kind.UPDATE)
 
         with self._in_call(trains=True):
             num_steps = self._num_accumulated + 1
@@ -102,7 +102,7 @@ class Pipeline:
 
         def updates_of(rank: int) -> Iterable[Action]:
             actions = self._schedule.step(self._shape, rank, self.num_steps)
-            return (each for each in actions if each.kind is Kind.UPDATE)
+            return (action for action in actions if action.kind is Kind.UPDATE)
 
         no_batch = MicrobatchSplitter(None, None, 0, self._shape.num_microbatches)
         with torch.inference_mode(mode=False), self._in_call():
@@ -141,10 +141,10 @@ class Pipeline:
         """Train no further inside: the weights are the average over replicas."""
         with ExitStack() as inside:
             with self.errors.recording(), self.built.executor.together("the other replicas"):
-                found = [each.replicated for each in self.stages if each.replicated is not None]
+                found = [stage.replicated for stage in self.stages if stage.replicated is not None]
                 contexts = [replica.consensus() for replica in found]
-            for each in contexts:
-                inside.enter_context(each)
+            for context in contexts:
+                inside.enter_context(context)
             copies = self.built.tied.copies
             inside.enter_context(assigned(copies, copies))
             self._copy_ties()

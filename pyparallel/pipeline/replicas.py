@@ -93,9 +93,9 @@ class Replicas:
         for module in frozen:
             for tensor in [*module.parameters(), *module.buffers()]:
                 Collectives(run).broadcast_(tensor.detach(), 0)
-        for each in stages:
+        for stage in stages:
             start = None if averages_gradients else self.algorithm.start
-            each.start(start, run if averages_gradients else self.run.within(self.members))
+            stage.start(start, run if averages_gradients else self.run.within(self.members))
         return GradientAverage(run, stages) if averages_gradients else None
 
 
@@ -104,7 +104,7 @@ class GradientAverage:
 
     def __init__(self, run: Run, stages: Sequence[ReplicatedPredictor]) -> None:
         self._run, self._collectives = run, Collectives(run, run.stats)
-        self._parameters = [p for each in stages for p in each.parameters]
+        self._parameters = [p for stage in stages for p in stage.parameters]
         self._device = device_for(self._parameters, run)
 
     def average_(
@@ -145,7 +145,7 @@ class GradientAverage:
         own = [[each.kind, each.text] for each in refusals]
         what = "refusals of an update"
         of_replicas = gather_json(own, self._run.group, what, what, _parse_refusals, Call.STEP)
-        return [refusal for each in of_replicas for refusal in each]
+        return [refusal for replica in of_replicas for refusal in replica]
 
 
 def _parse_refusals(sent: Any) -> list[Refusal]:

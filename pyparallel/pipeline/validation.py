@@ -57,7 +57,7 @@ def _check_arguments(arguments: TrainerArguments) -> None:
     if problem := find_policy_error(arguments.nonfinite, ("raise", "skip")):
         raise ValueError(problem)
     if arguments.replicas is not None:
-        trained = (p for each in arguments.layers for p in each.parameters() if p.requires_grad)
+        trained = (p for layer in arguments.layers for p in layer.parameters() if p.requires_grad)
         dtypes = (each.dtype for each in trained)
         place = place_of_replicas(arguments.schedule, arguments.num_replicas, dtypes)
         raise_problem(arguments.replicas.error_at(place))
@@ -153,7 +153,7 @@ def check_skips(
 
 def check_scalable(optimizers: Iterable[Optimizer]) -> None:
     """Raise a ValueError if a parameter is float16, in which gradients vanish without a scale."""
-    groups = (group for each in optimizers for group in each.param_groups)
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
     why = "as gradients in float16 vanish without their scale"
     rule = f"layers must be float32 with grad_scaler, {why}"

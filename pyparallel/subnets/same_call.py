@@ -34,7 +34,7 @@ def check_same_call(
     state, error = parts.hash_state(optimizer)
     fields = "/".join(f"{name} {what}" for name, what in parts.describe_shared())
     numbers = [round_index, state, steps, zlib.crc32(fields.encode())]
-    device = next((each.device for each in tensors.values()), torch.device("cpu"))
+    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
     states = {} if error is not None else parts.carried_state(optimizer)
     found = torch.full((1,), -1, device=device)
     if finds_nonfinite:

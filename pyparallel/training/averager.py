@@ -222,14 +222,14 @@ class JoinedOptimizers:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self.optimizers: list[Any] = [weakref.proxy(each) for each in optimizers]
+        self.optimizers: list[Any] = [weakref.proxy(optimizer) for optimizer in optimizers]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of each optimizer, which are the live ones."""
-        return [group for each in self.optimizers for group in each.param_groups]
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> dict[Any, dict[str, Any]]:
         """The state of each parameter, which is the live one."""
-        return {p: state for each in self.optimizers for p, state in each.state.items()}
+        return {p: state for optimizer in self.optimizers for p, state in optimizer.state.items()}

@@ -159,10 +159,10 @@ def join_buckets(parts: Sequence[FlatBuckets]) -> FlatBuckets:
     """Return the buckets of all parts in order as one; the buffers are the same."""
     buffers: list[Tensor] = []
     segments: list[Segment] = []
-    for each in parts:
+    for part in parts:
         first = len(buffers)
-        segments += [replace(segment, bucket=first + segment.bucket) for segment in each.segments]
-        buffers += each.buffers
+        segments += [replace(segment, bucket=first + segment.bucket) for segment in part.segments]
+        buffers += part.buffers
     addresses = [address for each in parts for address in each._addresses]
     memory = _Memory(buffers, tuple(segments), addresses)
     parameters = [parameter for each in parts for parameter in each.parameters]

@@ -45,14 +45,14 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Return whether all entries of tensors are finite, as 0-d bool on their device, read once."""
     on_cpu = bool(tensors) and tensors[0].is_cpu
     limit = _SMALL if on_cpu else 0
-    parts = [each for each in tensors if each.numel() > limit]
+    parts = [tensor for tensor in tensors if tensor.numel() > limit]
     if on_cpu and len(parts) < len(tensors):
         parts.append(_flatten([each for each in tensors if each.numel() <= limit]))
     if not parts:
         return torch.ones((), dtype=torch.bool, device="cpu")
     of_dtypes = [
         torch.stack(torch._foreach_norm(some, 2.0 if on_cpu else math.inf)).isfinite().all()
-        for dtype in dict.fromkeys(each.dtype for each in parts)
+        for dtype in dict.fromkeys(part.dtype for part in parts)
         if (some := [each for each in parts if each.dtype == dtype])
     ]
     are_finite = of_dtypes[0] if len(of_dtypes) == 1 else torch.stack(of_dtypes).all()

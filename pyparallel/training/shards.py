@@ -27,7 +27,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def is_in_one_dimension(tensor: Any) -> bool:
     """Return whether a DTensor is in shards of one dimension, as of ``fully_shard``'s 1-D mesh."""
-    return [type(each).__name__ for each in tensor.placements] == ["Shard"]
+    return [type(placement).__name__ for placement in tensor.placements] == ["Shard"]
 
 
 def padded_numel(tensor: Tensor) -> int:
@@ -92,27 +92,27 @@ def reshard(modules: Sequence[Any]) -> None:
 
     A module is gathered after a forward without a backward.
     """
-    for each in modules:
-        each.reshard()
+    for module in modules:
+        module.reshard()
 
 
 @torch.no_grad()
 def follow(modules: Sequence[Any]) -> None:
     """Have the next all-gathers read the memory in which the shards now are."""
-    for each in _sharded_parameters(modules):
-        shard = local_of(each.sharded_param)
-        sizes = each.padded_sharded_param_size
+    for parameter in _sharded_parameters(modules):
+        shard = local_of(parameter.sharded_param)
+        sizes = parameter.padded_sharded_param_size
         strides = torch.empty(sizes, device="meta").stride()
         # An empty shard has its place too, and the padding behind a shard is zero.
-        move_shard(each.sharded_param, shard.as_strided(sizes, strides))
-        each.reset_sharded_param()
-        move_shard(each.sharded_param, shard)
+        move_shard(parameter.sharded_param, shard.as_strided(sizes, strides))
+        parameter.reset_sharded_param()
+        move_shard(parameter.sharded_param, shard)
 
 
 def _sharded_parameters(modules: Sequence[Any]) -> Iterator[Any]:
     """Return FSDP2's own record of each parameter, for which there is no public name."""
-    for each in modules:
-        state = each._get_fsdp_state()
+    for module in modules:
+        state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)  # several from torch 2.13 on
         for group in [state._fsdp_param_group] if groups is None else groups:
             if group is not None:
@@ -177,7 +177,7 @@ def find_shard_error(module: nn.Module, replicas: Any) -> str | None:
     return _find_placement_error(named, replicas) or (
         "shards must not stay in pinned memory, got CPUOffloadPolicy(): use "
         "CPUOffloadPolicy(pin_memory=False)"  # no bucket is in pinned memory
-        if any(each.pin_memory for each in _sharded_parameters(sharded_modules(module)))
+        if any(parameter.pin_memory for parameter in _sharded_parameters(sharded_modules(module)))
         else None
     )
 

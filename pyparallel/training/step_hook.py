@@ -291,7 +291,7 @@ def refuse_capture() -> None:
 
 def name_optimizers(optimizers: Sequence[object]) -> list[str]:
     """Return what errors call optimizers: their classes, with the index if there are several."""
-    names = [type(each).__name__ for each in optimizers]
+    names = [type(optimizer).__name__ for optimizer in optimizers]
     if len(names) == 1:
         return names
     return [f"{name} (optimizer[{index}])" for index, name in enumerate(names)]

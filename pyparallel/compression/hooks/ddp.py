@@ -164,11 +164,11 @@ class GradientCompression:
         return self
 
     def _new_layout(self, key: tuple[int, ...], parameters: list[Tensor]) -> BufferLayout:
-        for each in parameters:
-            got = f"those of {self._name(each)} of {each.dtype}"
+        for parameter in parameters:
+            got = f"those of {self._name(parameter)} of {parameter.dtype}"
             fix = "use torch.view_as_real in the module"
             rule = "gradients must be of real numbers to be compressed"
-            require(not each.is_complex(), rule, got, fix)
+            require(not parameter.is_complex(), rule, got, fix)
         named = ((self._name(each), _in_memory_order(each)) for each in parameters)
         self._layouts[key] = layout = BufferLayout.of(named)
         return layout

@@ -152,7 +152,7 @@ def _encode_parts(
 def _parts_of(pieces: Sequence[Piece], receivers: Iterable[int]) -> tuple[Piece, ...]:
     """Return the pieces that are sent to ranks."""
     return tuple(
-        replace(each, name=f"{each.name}[{index}]") for index in receivers for each in pieces
+        replace(piece, name=f"{piece.name}[{index}]") for index in receivers for piece in pieces
     )
 
 

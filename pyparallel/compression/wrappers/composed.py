@@ -18,25 +18,25 @@ class Composed(Compressor):
     @property
     @override
     def unbiased(self) -> bool:
-        return all(each.unbiased for each in self.parts)
+        return all(part.unbiased for part in self.parts)
 
     @property
     @override
     def fixed_length(self) -> bool:
-        return all(each.fixed_length for each in self.parts)
+        return all(part.fixed_length for part in self.parts)
 
     @property
     @override
     def feeds_back(self) -> bool:
-        return any(each.feeds_back for each in self.parts)
+        return any(part.feeds_back for part in self.parts)
 
     @property
     @override
     def takes_residual(self) -> bool:
-        return all(each.takes_residual for each in self.parts)
+        return all(part.takes_residual for part in self.parts)
 
     @override
     def error_at(self, place: AttachPoint) -> str | None:
         if place in self.refusals:
             return super().error_at(place)
-        return next(filter(None, (each.error_at(place) for each in self.parts)), None)
+        return next(filter(None, (part.error_at(place) for part in self.parts)), None)

@@ -78,7 +78,7 @@ class PerParameter(Composed):
         for compressor, group, inner in self._parts(state):
             with group.open_if_any(residual) as lost:
                 messages.append(compressor.compress(group.read(x), inner, lost))
-        lengths = int64_on(x.device, [len(each) for each in messages])
+        lengths = int64_on(x.device, [len(message) for message in messages])
         return (lengths, *(tensor for each in messages for tensor in each))
 
     @override
@@ -177,6 +177,6 @@ class _SkipEmpty(Collectives):
 
     @override
     def all_gather_uneven(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        if not any(each.numel() for each in tensors):
+        if not any(tensor.numel() for tensor in tensors):
             return [tuple(tensors)] * self.size
         return super().all_gather_uneven(tensors)

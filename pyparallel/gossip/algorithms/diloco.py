@@ -167,7 +167,7 @@ class OuterOptimizerRule(OuterRule):
         super().__init__(slow)
         self._parameters = [each.requires_grad_() for each in self.slow]
         self._optimizer: Any = make(list(self._parameters))
-        self.slow = [each.detach() for each in self._parameters]
+        self.slow = [parameter.detach() for parameter in self._parameters]
 
     @override
     def step(self, averages: list[Tensor]) -> list[Tensor]:

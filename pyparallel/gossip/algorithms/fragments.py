@@ -35,7 +35,7 @@ class Span:
     @cached_property
     def of_parameters(self) -> BufferLayout:
         """Return the layout without the gaps between parameters."""
-        return BufferLayout(tuple(each for each in self.layout.pieces if not is_gap(each.name)))
+        return BufferLayout(tuple(piece for piece in self.layout.pieces if not is_gap(piece.name)))
 
     def without_gaps(self, tensor: Tensor) -> Tensor:
         """Return a copy of the parameters' entries of such a part, one after the other."""
@@ -45,7 +45,7 @@ class Span:
         """Return the part whose parameters have these entries, with zeros in its gaps."""
         tensor = entries.new_zeros(self.end - self.begin)
         places = self._of_each(tensor)
-        torch._foreach_copy_(places, list(entries.split([each.numel() for each in places])))
+        torch._foreach_copy_(places, list(entries.split([place.numel() for place in places])))
         return tensor
 
     def _of_each(self, tensor: Tensor) -> list[Tensor]:
@@ -75,7 +75,7 @@ class Fragment:
         self._owned = [
             (parameter, [(place, each[i]) for place, each in enumerate(parts) if i in each])
             for i, parameter in enumerate(buckets.parameters)
-            if any(i in each for each in parts) or not local_of(parameter).numel()
+            if any(i in part for part in parts) or not local_of(parameter).numel()
         ]
         self._changes: list[int] | None = None  # of what is in flight; None: not known
         self.spans = spans

@@ -94,7 +94,7 @@ class PeriodicAverager(ModelAverager):
         changes = fragment.find_changes()
         message, average = fragment.message(changes), self._average.start
         average = partial(average, index=index, weight=self.status.weight)
-        average = partial(average, [each.of_parameters for each in fragment.spans])
+        average = partial(average, [span.of_parameters for span in fragment.spans])
         if self._options.compressor is None:  # zeros in the gaps stay zeros
             wait = average(message, fragment.rule.slow, changes)
         else:
@@ -112,23 +112,23 @@ class PeriodicAverager(ModelAverager):
     @override
     def flush(self) -> None:
         self.inner.flush()
-        for each in self._fragments:
-            if each.is_due(self._steps, 0):
-                self._take_outer_step(each)
+        for fragment in self._fragments:
+            if fragment.is_due(self._steps, 0):
+                self._take_outer_step(fragment)
 
     @override
     def as_evaluated(self) -> tuple[list[Tensor], Tensor]:
         if not self._fragments[0].rule.evaluates_slow:
             return self.as_merged()
         buffers = [widened(buffer).clone() for buffer in self.buffers]
-        for each in self._fragments:
-            copy_all([span.of(buffers) for span in each.spans], each.rule.slow)
+        for fragment in self._fragments:
+            copy_all([span.of(buffers) for span in fragment.spans], fragment.rule.slow)
         return buffers, self.status.weight
 
     @override
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"steps": self._steps, "inner": self.inner.state_dict()}
-        state["outer"] = [each.rule.state_dict() for each in self._fragments]
+        state["outer"] = [fragment.rule.state_dict() for fragment in self._fragments]
         if self._options.delay:
             # First, as it waits: what is in flight writes the compressor's state.
             state["in_flight"] = [each.in_flight() for each in self._fragments]
@@ -203,9 +203,9 @@ class PeriodicAverager(ModelAverager):
         """Start again from the weights of now, of which ranks may have loaded different ones."""
         super().reset()
         self._average.reset()
-        for each in self._fragments:
-            each.load_in_flight(None)
-            each.rule.reset(self._average.agree(each.weights))
+        for fragment in self._fragments:
+            fragment.load_in_flight(None)
+            fragment.rule.reset(self._average.agree(fragment.weights))
 
 
 def local_sgd(x: Tensor, t: int, interval: int) -> Tensor:

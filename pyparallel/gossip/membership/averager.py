@@ -176,7 +176,7 @@ class ElasticAverager(ModelAverager):
                 f"; all members are alive: deadline, {self._membership.deadline:g} s, must be "
                 "longer than every step"
             )
-        joined = [each for each in epoch.members if each not in epoch.veterans]
+        joined = [member for member in epoch.members if member not in epoch.veterans]
         change = Change(
             epoch.number,
             self.members,

@@ -83,7 +83,7 @@ def decide(statements: Mapping[str, Statement], start: int) -> Decision:
 
     The members of the newest epoch stay; others must have their configuration, and another name.
     """
-    newest = max(each.epoch for each in statements.values())
+    newest = max(statement.epoch for statement in statements.values())
     before = next(each.of for each in statements.values() if each.epoch == newest)
     present = sorted(identity for identity, each in statements.items() if not each.is_gone)
     veterans = [identity for identity in present if identity in before]
@@ -111,7 +111,7 @@ def decide(statements: Mapping[str, Statement], start: int) -> Decision:
         members = tuple(sorted(ready))
         address = statements[members[0]].address
         staying = frozenset(members).intersection(before)
-        leaving = frozenset(each for each in members if statements[each].leaves)
+        leaving = frozenset(member for member in members if statements[member].leaves)
         epoch = Epoch(newest + 1, members, address, staying, tuple(before), leaving)
     return Decision(epoch, fitting, waiting, refused)
 

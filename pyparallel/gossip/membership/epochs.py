@@ -140,7 +140,7 @@ class Epochs:
         epoch, own = found.epoch, self.identity
         self._is_hurried = any(each.is_ready or each.is_gone for each in statements.values())
         others = [each for identity, each in statements.items() if identity != own]
-        self._is_left = all(each.epoch > published.epoch or each.is_gone for each in others)
+        self._is_left = all(other.epoch > published.epoch or other.is_gone for other in others)
         if published.is_gone:
             pass  # only the others decide
         elif found.refused.get(own, OTHER_CONFIG) != OTHER_CONFIG and self._waits_for_its_name:
@@ -176,7 +176,7 @@ class Epochs:
         joining = [name_of(each) for each in ready if each not in own.of]
         present = {identity for identity, each in statements.items() if not each.is_gone}
         gone = [name_of(each) for each in own.of if each not in present]
-        if any(each.epoch > own.epoch for each in statements.values()):
+        if any(statement.epoch > own.epoch for statement in statements.values()):
             return "the others have begun another epoch"
         if gone:
             return f"{', '.join(gone)} left or died"

@@ -90,7 +90,7 @@ def settle(accounts: Mapping[str, Account], veterans: Collection[str]) -> Settle
     ``veterans`` were in the epoch before. A member that was not has been left behind: what it holds
     is lost, and what was sent to it has gone back already, or goes back now.
     """
-    exponent = max(each.exponent for each in accounts.values())
+    exponent = max(account.exponent for account in accounts.values())
     ledger = {key: each.in_unit(exponent) for key, each in accounts.items()}
     weights, returned = dict.fromkeys(ledger, 0.0), dict.fromkeys(ledger, 0.0)
     for member in sorted(set(ledger).intersection(veterans)):

@@ -123,7 +123,7 @@ class Lighthouse(Membership):
             self._is_closed.wait(_HEARTBEAT_SECONDS)
             return None
         self._answered = True
-        return {each.replica_id: each.address for each in quorum.participants}
+        return {participant.replica_id: participant.address for participant in quorum.participants}
 
     @override
     def close(self) -> None:

@@ -35,7 +35,7 @@ class MembersAverager(ModelAverager):
 
     def __init__(self, buckets: FlatBuckets, module: nn.Module, run: Any) -> None:
         super().__init__(buckets.buffers, run)
-        self._trainable = {id(each) for each in buckets.parameters}
+        self._trainable = {id(parameter) for parameter in buckets.parameters}
         self._module = module
 
     @property

@@ -102,7 +102,7 @@ class OuterStepMembers(MembersAverager):
         is_member = self._is_filled and not self._is_behind and identity in epoch.veterans
         num_taken = (self.inner.num_steps - self.is_interrupted) // self._algorithm.interval
         own = Progress(is_member, self._is_filled, num_taken, self.is_interrupted, state)
-        found = [Progress(*each) for each in gather_from_members(own, epoch.members).values()]
+        found = [Progress(*member) for member in gather_from_members(own, epoch.members).values()]
         sources = find_sources(found, are_equal=pairs is None)
         neighbors = move_mass(self.run.rank, sources, [False] * len(found))
         store, received = self._before or self.inner.store, None

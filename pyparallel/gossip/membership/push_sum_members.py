@@ -111,7 +111,7 @@ class PushSumMembers(MembersAverager):
             rounds.merge_returned(last.sent_messages, returned * scale)
         self.account, self.inner = account, rounds
         self.run.barrier()  # before it a rank might have mass that another one takes back
-        has_mass = [settlement.weights[each] > 0 for each in epoch.members]
+        has_mass = [settlement.weights[member] > 0 for member in epoch.members]
         leaving = [each in epoch.leaving for each in epoch.members]
         neighbors = move_mass(self.run.rank, has_mass, leaving)
         if neighbors is not None:

@@ -60,10 +60,10 @@ class AllRanks:
     def agree(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the averages of tensors over all ranks; of equal ones these, to the last bit."""
         collectives, found = Collectives(self._run), []
-        for each in tensors:
-            first = each.clone()
+        for tensor in tensors:
+            first = tensor.clone()
             collectives.broadcast_(first, 0)
-            difference = each - first
+            difference = tensor - first
             collectives.all_reduce_(difference)
             found.append(first.add_(difference, alpha=1 / self._run.size))
         return found
@@ -99,7 +99,7 @@ class AllRanks:
         row = self._run.row(device, index)
         of_ranks = torch.tensor(changes or [], dtype=torch.int32, device=device)
         if store is None:
-            total = [each * (weight / size) for each in tensors]
+            total = [tensor * (weight / size) for tensor in tensors]
         else:
             total = [(a - each) * weight for a, each in zip(equal, tensors, strict=True)]
 

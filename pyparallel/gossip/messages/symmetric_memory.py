@@ -119,7 +119,7 @@ class SymmetricMemoryExchange(NeighborExchange):
                 works.append(_Copies(self._memory, self._unread, self._start_copies(receives)))
         except RuntimeError as error:
             raise self.peer_error(transfers, len(receives), error) from error
-        self.stats.count_bytes(sum(each.tensor.nbytes for each in sends))
+        self.stats.count_bytes(sum(send.tensor.nbytes for send in sends))
         return Pending(self, transfers, len(receives), works)
 
     @override
@@ -151,15 +151,15 @@ class SymmetricMemoryExchange(NeighborExchange):
             own, handle, _ = self._memory
             self._theirs[sender] = handle.get_buffer(sender, own.shape, own.dtype)
         memory, end = self._theirs[sender], 0
-        for each in parts:
+        for part in parts:
             begin = end
-            if each.kind == HEADER:
+            if part.kind == HEADER:
                 begin = self._header_offset + receiver * _HEADER_BYTES
             else:
-                end += _aligned(each.tensor.nbytes)
-                assert begin + each.tensor.nbytes <= self._header_offset, "reserve() more bytes"
-            place = memory[begin : begin + each.tensor.nbytes]
-            yield each, place.view(each.tensor.dtype).view(each.tensor.shape)
+                end += _aligned(part.tensor.nbytes)
+                assert begin + part.tensor.nbytes <= self._header_offset, "reserve() more bytes"
+            place = memory[begin : begin + part.tensor.nbytes]
+            yield part, place.view(part.tensor.dtype).view(part.tensor.shape)
 
 
 def _aligned(num_bytes: int) -> int:

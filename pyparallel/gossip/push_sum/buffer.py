@@ -40,7 +40,7 @@ class Numerator:
             return
         self.is_open = True
         if keeps_values and not self._before:
-            self._before = [each.clone() for each in self._tensors]
+            self._before = [tensor.clone() for tensor in self._tensors]
         elif keeps_values:
             for each, before in zip(self._tensors, self._before, strict=True):
                 each.sub_(before).mul_(weight).add_(before)
@@ -58,8 +58,8 @@ class Numerator:
             for each, before in zip(self._tensors, self._before, strict=True):
                 each.sub_(before).div_(weight).add_(before)
         else:
-            for each in self._tensors:
-                each.div_(weight)
+            for tensor in self._tensors:
+                tensor.div_(weight)
 
     def end(self) -> None:
         """Forget z from before the step, after ``pause``."""

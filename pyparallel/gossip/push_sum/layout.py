@@ -58,7 +58,7 @@ def relayout(states: Sequence[Any], saved: Sequence[Places], places: Sequence[Pl
             the parameters, dicts by parameter name likewise, all else is equal in all of them.
     """
     home = {name: index for index, each in enumerate(saved) for name in each}
-    missing = [name for each in places for name in each if not is_gap(name) and name not in home]
+    missing = [name for place in places for name in place if not is_gap(name) and name not in home]
     if missing:
         raise ValueError(
             f"the saved state must hold all parameters, got one without {missing[0]!r}"
@@ -71,7 +71,7 @@ def _gather(
 ) -> Any:
     first = nodes[0]
     if isinstance(first, dict):
-        if any(each.keys() != first.keys() for each in nodes):  # by parameter name
+        if any(node.keys() != first.keys() for node in nodes):  # by parameter name
             merged = {name: value for each in nodes for name, value in each.items()}
             return {name: merged[name] for name in places if name in merged}
         of_keys = ((key, [each[key] for each in nodes]) for key in first)
@@ -91,7 +91,7 @@ def _equal(nodes: Sequence[Tensor]) -> Tensor:
     rule = "the saved state must be equal in all buffers"
     fix = "load it with the optimizer it was saved with"
     got = "unequal weights: a neighbor had failed"
-    require(all(torch.equal(nodes[0], each) for each in nodes), rule, got, fix)
+    require(all(torch.equal(nodes[0], node) for node in nodes), rule, got, fix)
     return nodes[0].clone()
 
 

@@ -44,7 +44,7 @@ class PushSum(ModelAverager):
         layouts: Sequence[BufferLayout] | None = None,
         keeps_values: bool = False,
     ) -> None:
-        super().__init__([each.values for each in buffers], exchange.run)
+        super().__init__([buffer.values for buffer in buffers], exchange.run)
         self.exchange = exchange
         self.topology = topology
         self.round_index = 0
@@ -92,7 +92,7 @@ class PushSum(ModelAverager):
         overlap: int = 0,
     ) -> "PushSum":
         """Create PushSum with uncompressed messages over tensors that hold z."""
-        dense = [DenseBuffer(each, exchange, snapshot=overlap > 1) for each in buffers]
+        dense = [DenseBuffer(buffer, exchange, snapshot=overlap > 1) for buffer in buffers]
         return cls(dense, exchange, topology, overlap)
 
     @property
@@ -108,7 +108,7 @@ class PushSum(ModelAverager):
 
     @property
     def _in_flight(self) -> bool:
-        return any(each.in_flight for each in self._round_buffers)
+        return any(buffer.in_flight for buffer in self._round_buffers)
 
     def send(self) -> None:
         """Start a round: send the messages and subtract their mass from the weights.

@@ -77,7 +77,7 @@ class Lazy(_LikeAnother):
 
     @override
     def shares(self, rank: int, round_index: int) -> tuple[float, ...]:
-        return tuple(round_share(self.gamma * each) for each in super().shares(rank, round_index))
+        return tuple(round_share(self.gamma * share) for share in super().shares(rank, round_index))
 
     def __repr__(self) -> str:
         return f"Lazy({self.topology!r}, gamma={self.gamma})"

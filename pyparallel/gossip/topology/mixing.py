@@ -74,8 +74,8 @@ def _iterated_rate(topology: Topology) -> float:
     before = 0.0
     for _ in range(max(2, _MAX_ROUNDS // topology.period)):
         logarithm = 0.0
-        for each in edges:
-            values = each.apply(values)
+        for edge in edges:
+            values = edge.apply(values)
             values -= values.mean()  # rounding errors have a mean, which would never shrink
             norm = float(np.linalg.norm(values))
             if norm < _ROUNDING_ERROR:

@@ -27,10 +27,10 @@ class Phases(OfOthers):
     def __init__(self, phases: Sequence[tuple[Topology, int | None]]) -> None:
         self.phases = tuple(phases)
         require(self.phases, "phases must hold at least one pair (topology, rounds)", "none")
-        for each in self.phases:
-            if not isinstance(each, Sequence) or len(each) != 2:
-                raise wrong_type("each of phases", "a pair (topology, rounds)", each)
-            check_topology(each[0], "each topology of phases")
+        for phase in self.phases:
+            if not isinstance(phase, Sequence) or len(phase) != 2:
+                raise wrong_type("each of phases", "a pair (topology, rounds)", phase)
+            check_topology(phase[0], "each topology of phases")
         sizes = sorted({topology.num_ranks for topology, _ in self.phases})
         require(len(sizes) == 1, "phases must be for one number of ranks", str(sizes))
         super().__init__(sizes[0])

@@ -79,7 +79,7 @@ class GossipStrategy(RankFiles):
         if trainer.state.fn == TrainerFn.FITTING and self.lightning_module is not None:
             self._saved = None
             self._wrap()
-            if not any(isinstance(each, _BeforeOthers) for each in trainer.callbacks):
+            if not any(isinstance(callback, _BeforeOthers) for callback in trainer.callbacks):
                 trainer.callbacks.insert(0, _BeforeOthers())
                 trainer.callbacks.append(_AfterOthers())
 
@@ -94,12 +94,12 @@ class GossipStrategy(RankFiles):
         )
 
     def _parameters(self) -> Iterator[Any]:
-        for group in (group for each in self.optimizers for group in each.param_groups):
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             yield from group["params"]
 
     def _include_new_parameters(self) -> None:
         """Wrap the module again, from the consensus, if a callback has unfrozen parameters."""
-        trained = {id(each) for each in self._parameters() if each.requires_grad}
+        trained = {id(parameter) for parameter in self._parameters() if parameter.requires_grad}
         if not trained <= self._wrapped:
             self.gossip.load_state_dict(self.lightning_module_state_dict())
             self.gossip.close()
@@ -148,10 +148,10 @@ class GossipStrategy(RankFiles):
         ]
 
     def _sum(self) -> list[float]:
-        return [float(each.double().sum()) for each in self._tensors()]
+        return [float(tensor.double().sum()) for tensor in self._tensors()]
 
     def _average(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        return [self.reduce(each.double(), reduce_op="mean") for each in tensors]
+        return [self.reduce(tensor.double(), reduce_op="mean") for tensor in tensors]
 
     def average_replaced(self) -> None:
         """Validate the average over ranks of what a callback has put into the module, as an EMA."""

@@ -224,7 +224,7 @@ class InterlockingExecutor(Executor):
             self._send(stage.index, microbatch, origin, found)
 
     def _add(self, stage: int, microbatch: int, gradients: Gradients, weight: float) -> None:
-        scaled = gradients if weight == 1.0 else tuple(each * weight for each in gradients)
+        scaled = gradients if weight == 1.0 else tuple(gradient * weight for gradient in gradients)
         total = self._sums.get((stage, microbatch))
         if total is not None:
             scaled = tuple(a + b for a, b in zip(total, scaled, strict=True))

@@ -73,7 +73,7 @@ class InterlockingStage(Stage):
         assert self.head is not None, "the last stage's loss is in its forward"
         in_flight = self._in_flight[microbatch]
         inputs = tuple(
-            each.detach().requires_grad_(each.requires_grad) for each in in_flight.outputs
+            output.detach().requires_grad_(output.requires_grad) for output in in_flight.outputs
         )
         value = inputs[0] if in_flight.single else inputs
         loss = self.head.loss(microbatch, value, shared, splitter)
@@ -93,7 +93,7 @@ class InterlockingStage(Stage):
         support it (a custom function, or recomputed dropout).
         """
         in_flight = self._in_flight[microbatch]
-        roots = [each for each in in_flight.outputs if each.requires_grad]
+        roots = [output for output in in_flight.outputs if output.requires_grad]
         inputs = in_flight.inputs
         if not roots or not inputs:
             return [tuple(map(torch.zeros_like, inputs)) for _ in gradients]
@@ -109,7 +109,7 @@ class InterlockingStage(Stage):
                     RuntimeWarning,
                     stacklevel=2,
                 )
-        return [_input_grads(roots, inputs, each) for each in gradients]
+        return [_input_grads(roots, inputs, gradient) for gradient in gradients]
 
     def output_grads(self, microbatch: int) -> Gradients | Refusal:
         """Return the gradient of the last stage's loss by itself, 1; or why there is none."""
@@ -122,8 +122,8 @@ class InterlockingStage(Stage):
     def accumulate_grads(self, microbatch: int, gradients: Gradients) -> None:
         """Accumulate the gradients of the weights alone, and release the microbatch's graph."""
         in_flight = self._in_flight.pop(microbatch)
-        roots = [each for each in in_flight.outputs if each.requires_grad]
-        trained = [each for each in self.module.parameters() if each.requires_grad]
+        roots = [output for output in in_flight.outputs if output.requires_grad]
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         if roots and gradients and trained:
             with outside_autocast():
                 torch.autograd.backward(roots, gradients, inputs=trained)

@@ -179,7 +179,7 @@ def read_header(tensor: Tensor) -> Header:
 
 @lru_cache
 def _num_bytes(tensors: tuple[TensorMeta, ...]) -> int:
-    return sum(aligned(each.dtype.itemsize * math.prod(each.shape)) for each in tensors)
+    return sum(aligned(tensor.dtype.itemsize * math.prod(tensor.shape)) for tensor in tensors)
 
 
 @lru_cache

@@ -32,7 +32,7 @@ class P2PGroups:
         """Create the groups and connect neighbors, in a ring also the ends; all ranks call it."""
         num_ranks, ranks = run.size, range(run.size)
         backends = dist.get_backend_config(run.group).split(",")  # such as "cpu:gloo"
-        if all(each.split(":")[-1] == "gloo" for each in backends):
+        if all(backend.split(":")[-1] == "gloo" for backend in backends):
             upward, downward = (run.within(ranks) for _ in range(2))
             return cls(None, (upward, downward), device)
         neighbors = [(rank, rank + 1) for rank in range(num_ranks - 1)]

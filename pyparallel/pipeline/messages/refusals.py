@@ -34,6 +34,6 @@ def refusal_of(place: str, problem: str | TypeError, cause: Exception | None = N
 
 def error_of_refusals(refusals: Sequence[Refusal]) -> Exception:
     """Return the error to raise for refusals, at least one: of the kind of the first."""
-    texts = list(dict.fromkeys(each.text for each in refusals))
+    texts = list(dict.fromkeys(refusal.text for refusal in refusals))
     more = f"; and {len(texts) - _MOST} more" if len(texts) > _MOST else ""
     return _ERRORS[refusals[0].kind]("; ".join(texts[:_MOST]) + more)

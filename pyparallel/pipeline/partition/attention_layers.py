@@ -196,8 +196,8 @@ class _Inputs(nn.Module):
             hidden = embedding(**{name: given.get(name) for name in self._by_name})
         elif hidden is None:
             hidden = embedding(ids)
-        for each in others:
-            hidden = each(hidden)
+        for other in others:
+            hidden = other(hidden)
         mask, position_ids = given.get("attention_mask"), given.get("position_ids")
         return _HiddenState(
             hidden,

@@ -66,7 +66,7 @@ def prepare_training(
     if not schedule.flushes:
         # A round with other replicas, and a scheduler's step, come after the pass of an update.
         can = scheduler_fn is None and not has_replicas
-        can = can and all(isinstance(each, FusedOptimizer) for each in optimizers)
+        can = can and all(isinstance(optimizer, FusedOptimizer) for optimizer in optimizers)
         weights = StageWeights(
             flat, predictor, schedule.versions(shape), stage,
             lambda microbatch: schedule.update_index(shape, microbatch),

@@ -23,7 +23,7 @@ def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def squared_norms(gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
     """Return the sum of the squares of each gradient's elements: (n,), float64, on ``device``."""
-    known = [each for each in gradients if each is not None]
+    known = [gradient for gradient in gradients if gradient is not None]
     if not known:
         return torch.zeros(len(gradients), dtype=torch.float64, device=device)
     norms = iter(torch._foreach_norm(known, dtype=torch.float64))

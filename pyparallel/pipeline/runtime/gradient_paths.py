@@ -71,8 +71,8 @@ class GradientPaths:
         """
         joints = {edge.node for edge in part.joints}
         is_indivisible = any(
-            isinstance(each, BackwardCFunction) or each.name().startswith(_INDIVISIBLE)
-            for each in joints
+            isinstance(joint, BackwardCFunction) or joint.name().startswith(_INDIVISIBLE)
+            for joint in joints
         )
         return not is_indivisible and (len(joints) < 2 or not joints & self._descendants(joints))
 

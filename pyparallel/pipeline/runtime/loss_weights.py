@@ -33,7 +33,7 @@ def compute_loss_weights(
     tensors = [each for each in found if isinstance(each, Tensor)]
     if tensors:
         device = tensors[0].device
-        stacked = torch.stack([each.double().to(device) for each in tensors])
+        stacked = torch.stack([tensor.double().to(device) for tensor in tensors])
         known = iter(host_values(HostCopy(stacked)))
         found = [next(known) if isinstance(each, Tensor) else each for each in found]
     weights = [float(each) for each in found]

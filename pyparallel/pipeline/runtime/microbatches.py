@@ -260,7 +260,7 @@ class MicrobatchSplitter:
     def _split_inputs(self) -> list[Inputs]:
         inputs = self._inputs
         if isinstance(inputs, PreSplit):
-            given = [Arguments(*each) for each in inputs.arguments()]
+            given = [Arguments(*argument) for argument in inputs.arguments()]
             return [tree_map_only(Tensor, Tensor.detach, each) for each in given]
         split = self._split(as_arguments(inputs) if isinstance(inputs, list | dict) else inputs)
         sizes = zip(split, self._samples(inputs, split)[0], strict=True)
@@ -270,7 +270,7 @@ class MicrobatchSplitter:
     def _split_target(self) -> list[Any]:
         if isinstance(self._target, PreSplit):
             (entries,) = self._target.lists.values()
-            return [tree_map_only(Tensor, Tensor.detach, each) for each in entries]
+            return [tree_map_only(Tensor, Tensor.detach, entry) for entry in entries]
         return self._split(self._target)
 
     def _split(self, value: Any) -> list[Any]:
@@ -287,9 +287,9 @@ class MicrobatchSplitter:
 
 def concatenate(outputs: Sequence[Value]) -> Value:
     """Return the outputs of microbatches as one batch's; a ValueError if their shapes differ."""
-    parts = [tensors_of(each) for each in outputs]
+    parts = [tensors_of(output) for output in outputs]
     shapes = [[list(tensor.shape) for tensor in part] for part in parts]
-    if not all(map(all, shapes)) or len({str([s[1:] for s in each]) for each in shapes}) > 1:
+    if not all(map(all, shapes)) or len({str([s[1:] for s in shape]) for shape in shapes}) > 1:
         found = " and ".join(dict.fromkeys(", ".join(map(str, each)) for each in shapes))
         raise ValueError(
             "the outputs of microbatches must be of one shape but for dimension 0, the batch, to "
@@ -306,5 +306,5 @@ def _as_dict(value: Any) -> Any:
 
 def _num_samples(value: Any) -> int:
     """Return the first dimension of all tensors of a batch; 0 if they have not one."""
-    sizes = {len(each) if each.dim() else 0 for each in input_tensors(value)}
+    sizes = {len(tensor) if tensor.dim() else 0 for tensor in input_tensors(value)}
     return sizes.pop() if len(sizes) == 1 else 0

@@ -100,7 +100,7 @@ class ReplicatedPredictor(WeightPredictor):
         """Return a context in which weights and buffers are the average over replicas."""
         values, weight = self.averager.as_evaluated()
         collectives = Collectives(self.averager.run)
-        buffers = [each for each in self._module.buffers() if each.is_floating_point()]
+        buffers = [buffer for buffer in self._module.buffers() if buffer.is_floating_point()]
         averages = average(values, weight, collectives)
         averages += average(buffers, torch.ones_like(weight), collectives)
         return assigned([*self._buckets.buffers, *buffers], averages)

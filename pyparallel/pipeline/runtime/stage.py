@@ -196,7 +196,7 @@ class Stage:
         # Others are accumulated into, in memory of their own.
         unset = [p for p in self.optimized if p.grad is None] if in_flight.inputs else []
         with self.weights.backward(microbatch), outside_autocast():
-            roots = [each for each in in_flight.outputs if each.requires_grad]
+            roots = [output for output in in_flight.outputs if output.requires_grad]
             if roots:  # without gradients a loss, whose own is 1
                 output_grads = None if gradients is None else tensors_of(gradients)
                 torch.autograd.backward(roots, output_grads)
@@ -207,7 +207,7 @@ class Stage:
         # Of views of one sum an input's gradient shares memory with a parameter's, which is about
         # to be accumulated into while the input's is being sent.
         own = [p.grad for p in unset if p.grad is not None]
-        grads = tuple(each.clone() if shares_storage(each, own) else each for each in grads)
+        grads = tuple(grad.clone() if shares_storage(grad, own) else grad for grad in grads)
         if self._extras is None:
             return grads
         if found_inf is not None:
@@ -228,8 +228,8 @@ class Stage:
             return gradients
         inputs = in_flight.inputs
         with self.weights.backward(microbatch), outside_autocast():
-            roots = [each for each in in_flight.outputs if each.requires_grad]
-            ones = [torch.ones_like(each) for each in roots]
+            roots = [output for output in in_flight.outputs if output.requires_grad]
+            ones = [torch.ones_like(root) for root in roots]
             output_grads = ones if gradients is None else tensors_of(gradients)
             found, rest = backward_input(roots, output_grads, inputs)
         pairs = zip(inputs, found, strict=True)
@@ -306,7 +306,7 @@ class Stage:
             state["optimizer_kinds"] = [optimizer_kind(each) for each in self.optimizers]
             state["optimizers"] = [each.state_dict() for each in self.optimizers]
         if self.schedulers:
-            state["schedulers"] = [each.state_dict() for each in self.schedulers]
+            state["schedulers"] = [scheduler.state_dict() for scheduler in self.schedulers]
         if self.clipper is not None and self.clipper.last is not None:
             state["squared_norms"] = self.clipper.last
         if self.replicated is not None and not is_rescued:
@@ -352,7 +352,7 @@ class Stage:
     def _look_for_parameters(self) -> None:
         """Find the parameters that no optimizer holds: layers may have got some since a step."""
         modules = (module for part in self._parts.values() for module in part.modules())
-        known = [id(each) for module in modules for each in module._parameters.values()]
+        known = [id(parameter) for module in modules for parameter in module._parameters.values()]
         if known != self._known:
             self._known, held = known, {id(each) for each in self.optimized}
             named = ((prefix, owned_parameters(part)) for prefix, part in self._parts.items())

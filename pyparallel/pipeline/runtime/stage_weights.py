@@ -260,7 +260,7 @@ class StageWeights(Weights):
         if not self._copies:
             return
         still_read = self._still_read()
-        for key in [each for each in self._copies if each not in still_read]:
+        for key in [copy for copy in self._copies if copy not in still_read]:
             self._free.append(self._copies.pop(key))
 
     def _allocate(self, key: VersionKey) -> Sequence[Tensor]:

@@ -99,7 +99,7 @@ class Streaming(Schedule):
         start = self._start * self.microbatches_per_update(shape)
         total = max(0, steps * shape.num_microbatches - start)
         none_left = range(total, total)
-        stages = [slots(shape, each, none_left, drains=True) for each in shape.stages(rank)]
+        stages = [slots(shape, stage, none_left, drains=True) for stage in shape.stages(rank)]
         return self._with_updates(shape, in_order(stages), start)
 
     def _with_updates(

@@ -158,7 +158,7 @@ class SynchronousStart(Versions):
         stage: int,
     ) -> WeightVersion:
         start = self.synchronous_updates
-        since = VersionCounters(*(each - start for each in counters))
+        since = VersionCounters(*(counter - start for counter in counters))
         version, horizon = policy(since, stage)
         streams = since.update >= 0
         return WeightVersion(live + streams * (version + start - live), streams * horizon)

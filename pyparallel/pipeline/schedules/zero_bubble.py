@@ -24,10 +24,10 @@ class ZeroBubble(Flushing):
     @override
     def order(self, shape: PipelineShape, rank: int) -> Iterator[tuple[int, Kind, int]]:
         delayed: deque[tuple[int, int]] = deque()
-        for each in forwards_and_backwards(shape, rank, 1, Kind.BACKWARD_INPUT):
-            yield each
-            if each[1] is Kind.BACKWARD_INPUT:
-                delayed.append((each[0], each[2]))
+        for action in forwards_and_backwards(shape, rank, 1, Kind.BACKWARD_INPUT):
+            yield action
+            if action[1] is Kind.BACKWARD_INPUT:
+                delayed.append((action[0], action[2]))
                 if len(delayed) > rank:
                     stage, microbatch = delayed.popleft()
                     yield stage, Kind.BACKWARD_WEIGHT, microbatch

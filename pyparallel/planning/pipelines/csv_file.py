@@ -40,7 +40,7 @@ def _read_entry(text: str, place: str) -> list[Action]:
     overlapped = _OVERLAPPED.fullmatch(text)
     parts = overlapped[1].split(";") if overlapped else [text]
     try:
-        return [parse_action(each) for each in parts if each and not _IMPLIED.fullmatch(each)]
+        return [parse_action(part) for part in parts if part and not _IMPLIED.fullmatch(part)]
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
 

@@ -87,7 +87,7 @@ def benchmark_ranks(
     return replace(
         local,
         compute=_max_over_ranks(local.compute, _OF_COMPUTE, device),
-        costs=[_max_over_ranks(each, _OF_COST, device) for each in local.costs],
+        costs=[_max_over_ranks(cost, _OF_COST, device) for cost in local.costs],
         outer_costs=[_max_over_ranks(each, _OF_COST, device) for each in local.outer_costs],
     )
 

@@ -100,7 +100,7 @@ def measure_pairs(device: torch.device, seconds: float = 20.0) -> PairLinks:
     others = [each for each in range(size) if not store.get(f"{keys}/silent/{each}")]
     store.set(f"{keys}/done/{rank}", "")
     if rank == 0:
-        store.wait([f"{keys}/done/{each}" for each in others], seconds)
+        store.wait([f"{keys}/done/{other}" for other in others], seconds)
         store.set(f"{keys}/all", json.dumps(_gather(keys, size)))
     if not store.wait([f"{keys}/all"], 2 * seconds):
         raise PeerError(f"rank {rank}: rank 0 did not respond within {2 * seconds:g} s")

@@ -94,4 +94,4 @@ def num_bytes_of(bucket: Bucket) -> int:
 def flat_gradients(bucket: Bucket) -> Tensor:
     """Return a flat copy of a bucket's gradients, zeros for parameters without one."""
     gradients = (torch.zeros_like(p) if p.grad is None else p.grad for _, p in bucket)
-    return torch.cat([each.flatten() for each in gradients])
+    return torch.cat([gradient.flatten() for gradient in gradients])

@@ -143,7 +143,7 @@ class Outer(Steps):
         self._trained: list[OuterSteps] = []  # by fragment
         if clock.training is not None:
             numbers = range(options.num_fragments)
-            self._trained = [OuterSteps(options, clock.training, each) for each in numbers]
+            self._trained = [OuterSteps(options, clock.training, number) for number in numbers]
 
     @override
     def before_update(self) -> None:

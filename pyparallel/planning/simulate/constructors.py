@@ -84,7 +84,7 @@ class _Reader:
         """Return the value of an expression."""
         match node:
             case ast.List(elts=elements) | ast.Tuple(elts=elements):
-                found = [self.value(each) for each in elements]
+                found = [self.value(element) for element in elements]
                 return tuple(found) if isinstance(node, ast.Tuple) else found
             case ast.Dict(keys=keys, values=values) if None not in keys:
                 pairs = zip(filter(None, keys), values, strict=True)
@@ -114,12 +114,12 @@ class _Reader:
             per_node = self.value(given[0]) if given else 1
             if isinstance(per_node, int) and per_node > 0:
                 reader = _Reader(self._num_ranks // per_node, self._names, self._kinds)
-        positional = [reader.value(each) for each in args]
+        positional = [reader.value(arg) for arg in args]
         options = {}
-        for each in keywords:
-            if each.arg is None:
+        for keyword in keywords:
+            if keyword.arg is None:
                 raise ValueError("** must not be used")
-            options[each.arg] = reader.value(each.value, is_class=each.arg == "between")
+            options[keyword.arg] = reader.value(keyword.value, is_class=keyword.arg == "between")
         return self._make(kind, *positional, **options)
 
     def _make(self, kind: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -63,7 +63,7 @@ class Links:
 
     def __post_init__(self) -> None:
         require(self.uplinks, "uplinks must hold at least one", "none")
-        sizes = [each.ranks for each in self.uplinks]
+        sizes = [uplink.ranks for uplink in self.uplinks]
         fits = all(b % a == 0 and b > a for a, b in pairwise(sizes))
         require(fits, "ranks of uplinks must be multiples of those before", str(sizes))
         require(0 <= self.card < len(sizes), "card must be one of the uplinks", self.card)
@@ -132,7 +132,7 @@ class Links:
         if self.all_reduce == "ring":
             around = (latencies + sending).mean(1)
             return float(2 * (group - 1) * np.maximum(around, sending.max(1)).max())
-        replicas_of = [max(1, each.ranks / num_stages) for each in self.uplinks]
+        replicas_of = [max(1, uplink.ranks / num_stages) for uplink in self.uplinks]
         sizes = [*(min(each, group) for each in replicas_of), group]
         counts = [b / a for a, b in pairwise(sizes)]
         levels = zip(self.uplinks, counts, strict=True)
@@ -189,9 +189,9 @@ def _places(table: Table, key: str, num_ranks: int) -> list[list[int]]:
     found, length = table.values.get(key, []), 1 + (key == "edges")
     found = found if isinstance(found, list) else [found]
     places = [each if key == "edges" else [each] for each in found]
-    for each in places:
-        fits = isinstance(each, list) and len(each) == length
-        if not fits or not all(type(rank) is int and 0 <= rank < num_ranks for rank in each):
+    for place in places:
+        fits = isinstance(place, list) and len(place) == length
+        if not fits or not all(type(rank) is int and 0 <= rank < num_ranks for rank in place):
             kind = "pairs of ranks" if key == "edges" else "ranks"
-            table.fail(f"{key} must be {kind} from 0 to {num_ranks - 1}, got {each}", key)
+            table.fail(f"{key} must be {kind} from 0 to {num_ranks - 1}, got {place}", key)
     return places

@@ -49,14 +49,14 @@ class Objective(ABC):
 
     def __post_init__(self) -> None:
         require(self.learning_rate > 0, "learning_rate must be positive", self.learning_rate)
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.type is float:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type is float:
                 require(
-                    0 <= value < math.inf, f"{each.name} must be finite and not negative", value
+                    0 <= value < math.inf, f"{field.name} must be finite and not negative", value
                 )
-            elif value is not None or each.type is int:
-                check_integer(each.name, value)
+            elif value is not None or field.type is int:
+                check_integer(field.name, value)
 
     @abstractmethod
     def divide(self, num_ranks: int, seed: int) -> Shards:

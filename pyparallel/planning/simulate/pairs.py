@@ -50,7 +50,7 @@ class Network:
     def __init__(self, links: Links) -> None:
         self._links = links
         self._crossing: dict[tuple[int, int, str], dict[Message, None]] = defaultdict(dict)
-        self._free = [min((each.rate for each in links.uplinks[:end]), default=np.inf)
+        self._free = [min((uplink.rate for uplink in links.uplinks[:end]), default=np.inf)
                       for end in range(len(links.uplinks))]  # fmt: skip
 
     def begin(self, now: float, sender: int, receiver: int, num_bytes: float) -> list[Message]:
@@ -148,7 +148,7 @@ class Rank:
         self.is_replied = self.reply is not None and self.reply[0] < now
         if self.flags:
             self.pending.extend(sorted(peer for time, peer in self.flags if time < now))
-            self.flags = [each for each in self.flags if each[0] >= now]
+            self.flags = [flag for flag in self.flags if flag[0] >= now]
 
 
 class Pairs:
@@ -210,7 +210,7 @@ class Pairs:
 
     def merged(self) -> np.ndarray:
         """Return the values with the replies in flight."""
-        return np.stack([each.merged() for each in self._ranks])
+        return np.stack([rank.merged() for rank in self._ranks])
 
     def _steps(self, rank: int) -> Iterator[float | Message | None]:
         """Yield what the rank waits for: seconds, a message; or None after a step."""
@@ -255,8 +255,8 @@ class Pairs:
         return []
 
     def _schedule(self, messages: list[Message]) -> None:
-        for each in messages:
-            self._push(each.ends, each)
+        for message in messages:
+            self._push(message.ends, message)
 
     def _push(self, time: float, what: int | Message) -> None:
         heapq.heappush(self._queue, (time, next(self._order), what))

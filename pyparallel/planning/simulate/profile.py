@@ -48,7 +48,7 @@ class Profile:
         table = Table.read(path, json.loads)
         if (version := table.values.get("version")) != VERSION:
             table.fail(f"version must be {VERSION}, got {version!r}", "version")
-        names = [each.name for each in fields(cls)]
+        names = [field.name for field in fields(cls)]
         table.check_names(["version", *names])
         given = {name: name in ("computing", "rate") for name in names if name in table.values}
         given["computing"] = True

@@ -95,11 +95,11 @@ class Partition:
         subnets = [self.subnet_of(rank, num_ranks) for rank in range(num_ranks)]
         num_subnets = subnets[0][1]
         found = {}
-        for each in cut_dims:
+        for dim in cut_dims:
             pieces = draw_units(
-                each.name, each.units, num_subnets, seed=self.seed, round_index=round_index
+                dim.name, dim.units, num_subnets, seed=self.seed, round_index=round_index
             )
-            found[each.name] = [pieces[subnet] for subnet, _ in subnets]
+            found[dim.name] = [pieces[subnet] for subnet, _ in subnets]
         return found
 
     def find_units_error(self, cut_dims: Sequence[CutDim], num_ranks: int) -> str | None:

@@ -88,7 +88,7 @@ class CenterAverager(ModelAverager):
         self._options, self._buckets = options, buckets
         self._optimizer: Any = weakref.proxy(optimizer)  # its hooks reference the trainer
         self._average = AllRanks(run, self.buffers[0].device, None, in_background=False)
-        self._layouts = [BufferLayout.flat(each.numel()) for each in self.buffers]
+        self._layouts = [BufferLayout.flat(buffer.numel()) for buffer in self.buffers]
         self._steps = 0
         self._center = list(map(_wide_copy, self.buffers))
         self._pull: list[Tensor] = []  # of the next step

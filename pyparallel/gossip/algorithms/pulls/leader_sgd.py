@@ -148,7 +148,7 @@ class LeaderSGD(Algorithm):
 
     def __repr__(self) -> str:
         """Show only the arguments of the form in use; saved runs compare it."""
-        values = ((each.name, getattr(self, each.name)) for each in fields(self))
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
         shown = (f"{name}={value!r}" for name, value in values if value is not None)
         return f"{type(self).__name__}({', '.join(shown)})"
 
