@@ -39,7 +39,7 @@ _announced = weakref.WeakKeyDictionary[dist.ProcessGroup, list[str]]()
 
 # The most thread blocks of an NCCL kernel, which has an SM for each, and moves 48 GB/s by each: 16
 # fill NVLink, 2 a network card. NCCL_MAX_CTAS overrides all.
-_CTAS, _P2P_CTAS, _NETWORK_CTAS = 16, 8, 2
+_CTAS, _P2P_CTAS, NETWORK_CTAS = 16, 8, 2
 
 importlib.import_module("torch.distributed.nn.functional")  # before any group exists: see above
 
@@ -95,9 +95,8 @@ def create_group(
     # nccl-lazy have options of their own.
     if "nccl" in backend.replace(":", ",").split(","):
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options.config.max_ctas = _P2P_CTAS if for_p2p else _CTAS
-        if are_on_different_nodes(ranks):
-            options.config.max_ctas = _NETWORK_CTAS
+        ctas = _P2P_CTAS if for_p2p else _CTAS
+        options.config.max_ctas = NETWORK_CTAS if are_on_different_nodes(ranks) else ctas
         options._timeout = timeout  # torch warns of another one
     with _name(ranks):
         group: dist.ProcessGroup = dist.new_group(
