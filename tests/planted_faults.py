@@ -750,6 +750,20 @@ FAULTS = [
         "tests/pipeline/runtime/test_telemetry.py",
     ),
     Fault(
+        "new shapes begin while sends of other ranks are not received",
+        "pyparallel/pipeline/messages/stage_p2p.py",
+        "if self._has_new_inputs and not had_new_inputs:",
+        "if False:",
+        "tests/pipeline/gpu/test_nccl.py",
+    ),
+    Fault(
+        "the row of an average's header is freed while it is sent",
+        "pyparallel/gossip/messages/averages.py",
+        "kept = [row, of_ranks]",
+        "kept = [of_ranks]",
+        "tests/test_stream_lifetimes.py",
+    ),
+    Fault(
         "all waits are for other ranks",
         "pyparallel/pipeline/messages/stage_p2p.py",
         "self.waited[kind] +=",

@@ -37,8 +37,9 @@ _created = weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]]()
 _given_back: "list[weakref.ref[dist.ProcessGroup]]" = []
 _announced = weakref.WeakKeyDictionary[dist.ProcessGroup, list[str]]()
 
-# The most thread blocks of an NCCL kernel, which has an SM for each; NCCL_MAX_CTAS overrides both.
-_CTAS, _P2P_CTAS = 16, 8
+# The most thread blocks of an NCCL kernel, which has an SM for each, and moves 48 GB/s by each: 16
+# fill NVLink, 2 a network card. NCCL_MAX_CTAS overrides all.
+_CTAS, _P2P_CTAS, NETWORK_CTAS = 16, 8, 2
 
 importlib.import_module("torch.distributed.nn.functional")  # before any group exists: see above
 
@@ -94,7 +95,8 @@ def create_group(
     # nccl-lazy have options of their own.
     if "nccl" in backend.replace(":", ",").split(","):
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options.config.max_ctas = _P2P_CTAS if for_p2p else _CTAS
+        ctas = _P2P_CTAS if for_p2p else _CTAS
+        options.config.max_ctas = NETWORK_CTAS if are_on_different_nodes(ranks) else ctas
         options._timeout = timeout  # torch warns of another one
     with _name(ranks):
         group: dist.ProcessGroup = dist.new_group(
@@ -114,6 +116,13 @@ def device_of(process_group: dist.ProcessGroup | None) -> torch.device:
         return torch.device("cpu")
     group: Any = process_group or dist.group.WORLD
     return group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
+
+
+def are_on_different_nodes(ranks: Sequence[int]) -> bool:
+    """Return whether no two of several global ranks are on one node, as torchrun numbers them."""
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    nodes = {rank // ranks_per_node for rank in ranks} if ranks_per_node else set()
+    return len(nodes) == len(ranks) > 1
 
 
 def _check_split(parent: Any) -> None:

@@ -64,7 +64,8 @@ class GossipDataParallel(Trainer, ModuleWrapper):
             exchanges its shard with the ranks that hold the same one of other replicas; push-sum
             weight, round and what is done about a step are of a replica as a whole.
         bucket_cap_mb: approximate size of a bucket, and so of a message, in MiB. None: 25 on the
-            CPU, 256 on GPUs; a model of one dtype below it is one message to each neighbor.
+            CPU, on GPUs 256, or 64 with ``overlap=0``, where the step of a bucket hides the message
+            of another; a model of one dtype below it is one message to each neighbor.
         nonfinite: what a step does if its gradients hold an inf or a nan, unless a GradScaler
             decides. "skip" does not update this rank's parameters but takes the round, so that the
             mass is conserved; "raise" does so too, and raises a NonFiniteError on this rank and on
@@ -129,7 +130,7 @@ class GossipDataParallel(Trainer, ModuleWrapper):
         self.process_group = process_group
         self._sharded, self._kind = shards.sharded_modules(self.module), type(self.module)
         run = self._open_run(process_group, StepCounts(policy=nonfinite), replica)
-        cap = validation.resolve_bucket_cap_mb(module, bucket_cap_mb)
+        cap = validation.resolve_bucket_cap_mb(module, bucket_cap_mb, made)
         optimizers = as_optimizers(optimizer)
         self._optimizers = [weakref.ref(each) for each in optimizers]
         self._buckets = validation.lay_out(module, optimizers, int(cap * 2**20))
@@ -503,7 +504,7 @@ def _collect_config(
             algorithm = algorithm.bind(num_ranks)
         except ValueError as error:
             return algorithm, [], str(error)
-        cap = validation.resolve_bucket_cap_mb(module, bucket_cap_mb)
+        cap = validation.resolve_bucket_cap_mb(module, bucket_cap_mb, algorithm)
         optimizers = as_optimizers(optimizer)
         config_fields = [
             *algorithm.config_fields(),

@@ -16,6 +16,7 @@ from ..optim import FusedOptimizer
 from ..training import (
     CHECKSUMS_KEY,
     FORMAT_KEY,
+    Algorithm,
     FlatBuckets,
     ModelAverager,
     check_on_all_ranks,
@@ -87,15 +88,20 @@ def check_together(
     )
 
 
-def resolve_bucket_cap_mb(module: nn.Module, bucket_cap_mb: float | None) -> float:
+def resolve_bucket_cap_mb(
+    module: nn.Module, bucket_cap_mb: float | None, algorithm: Algorithm
+) -> float:
     """Return the given approximate size of a bucket in MiB, or the default of the module's device.
 
     On the CPU a bucket is mixed while the next ones are received. On a GPU the host's work for an
-    exchange takes longer than it takes NVLink to send 25 MiB, but not 256.
+    exchange takes longer than it takes NVLink to send 25 MiB, but not 256. Without overlap only the
+    step of the next bucket hides a message: there are more of them.
     """
     if bucket_cap_mb is not None:
         return bucket_cap_mb
-    return 25 if all(local_of(parameter).is_cpu for parameter in module.parameters()) else 256
+    if all(local_of(parameter).is_cpu for parameter in module.parameters()):
+        return 25
+    return 64 if getattr(algorithm, "overlap", None) == 0 else 256
 
 
 def find_validation_error(

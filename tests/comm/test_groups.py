@@ -171,11 +171,19 @@ def test_some_ranks_alone_cannot_split_the_communicator_of_all(fake_nccl):
     assert create_group([0, 1], "pair")
 
 
-def test_groups_of_nccl_have_priority_and_few_thread_blocks(fake_nccl):
-    for for_p2p, max_ctas in ((False, 16), (True, 8)):
-        backend, options = create_group([0, 1], None, for_p2p=for_p2p)
+def test_groups_of_nccl_have_priority_and_few_thread_blocks(fake_nccl, monkeypatch):
+    """On a network, where no two ranks are on one node, even fewer."""
+    for for_p2p, members, max_ctas in (
+        *((False, [0, 1, 2, 3], 16), (True, [0, 1, 2, 3], 8), (True, [0, 1], 8)),
+        *((False, [1, 3], 2), (True, [1, 2], 2)),
+    ):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        fake_nccl.supports_splitting = False
+        backend, options = create_group(members, None, for_p2p=for_p2p)
         assert (backend, options.is_high_priority_stream) == ("nccl", True)
         assert (options.config.max_ctas, options._timeout) == (max_ctas, "its timeout")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert create_group([1, 3], None)[1].config.max_ctas == 16
     for other in ("gloo", "cpu:gloo,cuda:nccl2", "nccl-lazy"):
         assert create_group([0, 1], None, other, for_p2p=True) == (other, None)
 

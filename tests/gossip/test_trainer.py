@@ -32,10 +32,13 @@ def test_all_ranks_start_from_rank_zero(rank):
 
 
 def test_buckets_are_larger_on_gpus():
-    module = nn.Linear(2, 2)
-    assert resolve_bucket_cap_mb(module, None) == 25
-    assert resolve_bucket_cap_mb(module.to("meta"), None) == 256
-    assert resolve_bucket_cap_mb(module, 3.5) == 3.5
+    """Where messages overlap with more than the step of another bucket."""
+    module, overlaps = nn.Linear(2, 2), SGP(overlap=1)
+    assert resolve_bucket_cap_mb(module, None, overlaps) == 25
+    assert resolve_bucket_cap_mb(module.to("meta"), None, overlaps) == 256
+    assert resolve_bucket_cap_mb(module, None, AllReduce()) == 256
+    assert resolve_bucket_cap_mb(module, None, SGP()) == 64
+    assert resolve_bucket_cap_mb(module, 3.5, SGP()) == 3.5
 
 
 def consensus_and_back(rank, algorithm):

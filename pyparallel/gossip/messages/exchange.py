@@ -15,6 +15,7 @@ from ...comm.p2p import Pending, PointToPoint, Transfer
 from ...comm.profiling import profiled
 from ...comm.run import Run
 from .header import MessageHeaders, RoundHeaders
+from .sm_carveout import leave_sms, num_network_sms
 
 MESSAGE, DIFFERENCE, HEADER, RECEIPT = range(4)
 """Kinds of transfers: of a message, of a difference to an earlier one, of a header, which
@@ -55,10 +56,12 @@ class Round:
         headers: RoundHeaders,
         into: Sequence[Sequence[Tensor]],
         finish: Callable[[Tensor], Tensor] | None,
+        num_sms: int = 0,
     ) -> None:
         self._pending, self._headers, self._into = pending, headers, into
         self._finish = finish  # which gets the masses of headers, of messages
         self._received: Received | None = None
+        self._release_sms = leave_sms(num_sms, self)
 
     @property
     def round_index(self) -> int:
@@ -72,6 +75,7 @@ class Round:
         it is interrupted it can be repeated; once it has returned, it returns the same.
         """
         if self._received is None:
+            self._release_sms()
             with profiled("pyparallel::gossip_wait"):
                 self._pending.wait(HEADER)
                 try:
@@ -113,6 +117,7 @@ class NeighborExchange(PointToPoint):
         self.rank, self.num_ranks, self.me = run.group_rank, run.size, run.rank
         self.collectives = Collectives(run, run.stats)
         self.headers = MessageHeaders(run, has_counts=has_counts)
+        self._num_sms = num_network_sms(run.group)
 
     def reserve(self, messages: Sequence[Sequence[int]], device: torch.device) -> Tensor | None:
         """Prepare for messages whose parts have so many bytes each, of one round at a time.
@@ -179,7 +184,7 @@ class NeighborExchange(PointToPoint):
                 future = self.collectives.start_all_reduce_(total)
                 started = _AllReduce(future, total, tensors[0], masses[0])
                 finish = partial(self.finish_sum, started)
-        return Round(pending, headers, into, finish)
+        return Round(pending, headers, into, finish, self._num_sms)
 
     def finish_sum(self, started: _AllReduce, masses: Tensor) -> Tensor:
         """Wait for the sum of all ranks' messages; make one message, in it, of the others'.

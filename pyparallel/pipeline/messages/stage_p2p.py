@@ -4,10 +4,11 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ...comm import PeerError
 from ...comm.errors import find_call
@@ -25,7 +26,7 @@ from .refusals import StepRefusedError
 # would be one, if the peer's host received it only after more work. So once a value has a new
 # shape, all travel through the host, for as long as such values may be in flight; at first anyhow.
 _UPDATES_VIA_HOST = 2  # for each stage of the pipeline
-_BARRIER_STREAM = -1  # of the empty messages of a barrier
+_BARRIER_STREAM, _SHAPES_STREAM = -1, -2  # of messages without a value
 
 Told = tuple[Refusal | None, float]  # by a barrier: the refusal of any rank, the last one's loss
 
@@ -57,6 +58,9 @@ class StageP2P:
         loads_eagerly = os.environ.get("CUDA_MODULE_LOADING") == "EAGER"
         self._is_nccl = groups is not None and groups.headers is not None
         self._sees_shapes = self._is_nccl and not loads_eagerly
+        is_ring = 2 < shape.num_ranks < shape.num_stages
+        self._announces_shapes = self._sees_shapes and is_ring
+        self._has_new_inputs = True  # of this step
         # Seconds for messages of each kind; None: of barriers.
         self.waited: defaultdict[StreamKind | None, float] = defaultdict(float)
         self._run = None if groups is None else groups.payloads[0]
@@ -89,6 +93,31 @@ class StageP2P:
         """Return ranks as numbered in the pipeline's process group, without others."""
         members = [] if self._run is None else dist.get_process_group_ranks(self._run.group)
         return [members.index(rank) for rank in global_ranks if rank in members]
+
+    def begin_step(self, inputs: Callable[[], Iterable[Sequence[Tensor]]]) -> None:
+        """Tell all ranks whether the first stage's inputs of a step have new shapes; all call it.
+
+        If so, all sends before are received now, while no rank loads a kernel for such a shape, and
+        those of this step travel through the host: in a ring of three ranks or more, which else may
+        come to wait for each other.
+        """
+        if not self._announces_shapes:
+            return
+        had_new_inputs, grad = self._has_new_inputs, torch.is_grad_enabled()
+        if self._rank == 0:
+            keys = {(grad, *((t.shape, t.dtype) for t in each)) for each in inputs()}
+            self._has_new_inputs, self._sent = not keys <= self._sent, self._sent | keys
+        else:
+            channel = self._channels[self._rank - 1]
+            channel.expect([_SHAPES_STREAM])
+            self._has_new_inputs = self._recv_until(_SHAPES_STREAM, channel).number == 1
+        if not self._is_last:
+            channel = self._channels[self._rank + 1]
+            channel.send(_SHAPES_STREAM, int(self._has_new_inputs), (), call=self._call)
+        if self._has_new_inputs and not had_new_inputs:
+            self.barrier()
+        if self._has_new_inputs or had_new_inputs:
+            self._newest = self._num_updates
 
     def expect(
         self,
@@ -240,14 +269,20 @@ class StageP2P:
             if key not in self._sent:
                 self._sent.add(key)
                 self._newest = self._num_updates
-        return self._num_updates < self._newest + _UPDATES_VIA_HOST * self._shape.num_stages
+        is_new = self._num_updates < self._newest + _UPDATES_VIA_HOST * self._shape.num_stages
+        return is_new or (self._announces_shapes and self._has_new_inputs)
 
     def _recv_barrier(self, channel: Channel, refusal: Refusal | None, loss: float) -> Told:
-        """Receive until the barrier's message; keep the values before, and return what it tells."""
-        while (message := self._recv_message(channel, None)).stream != _BARRIER_STREAM:
-            pass
+        """Receive until the barrier's message; return what it tells."""
+        message = self._recv_until(_BARRIER_STREAM, channel)
         refusal = message.value if isinstance(message.value, Refusal) else refusal
         return refusal, message.loss if channel.peer > self._rank else loss
+
+    def _recv_until(self, stream: int, channel: Channel) -> P2PMessage:
+        """Receive until a message without a value; keep the values before."""
+        while (message := self._recv_message(channel, None)).stream != stream:
+            pass
+        return message
 
     def _recv_message(self, channel: Channel, kind: StreamKind | None) -> P2PMessage:
         """Receive a rank's next message, of whichever stream, while one of ``kind`` is needed.
@@ -260,7 +295,7 @@ class StageP2P:
             message = channel.recv()
         self.waited[kind] += time.perf_counter() - begin
         key, value = (message.stream, message.number), message.value
-        if message.stream == _BARRIER_STREAM:
+        if message.stream < 0:
             return message
         if key in self._arrived:
             raise PeerError(

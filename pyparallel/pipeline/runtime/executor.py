@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn
 
+from torch import Tensor
+
 from ...comm import PeerError, RemoteError
 from ...comm.profiling import profiled
 from ..messages import Value
@@ -18,6 +20,7 @@ from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
 from ..schedules.versions import Versions
 from .generators import StageGenerators
+from .inputs import input_tensors
 from .microbatches import MicrobatchSplitter
 from .stage import Stage
 from .telemetry import Telemetry
@@ -105,7 +108,7 @@ class Executor:
         def expect() -> None:
             self._p2p.expect(actions_of, self.destinations)
 
-        self._check_batch(actions_of, splitter, self.destinations)
+        self._begin(actions_of, splitter, self.destinations)
         if not empty:
             splitter.copy(microbatches_left(actions_of(self._rank)))
         self.telemetry.begin(is_training=True)
@@ -147,7 +150,7 @@ class Executor:
                 outputs.append(output)
             return output
 
-        self._check_batch(forwards, splitter, destinations_of, needs_target=outputs is None)
+        self._begin(forwards, splitter, destinations_of, needs_target=outputs is None)
         self.telemetry.begin(is_training=False)
         self._p2p.expect(forwards)
         self._run(forwards(self._rank), splitter, destinations_of, run_action)
@@ -248,7 +251,7 @@ class Executor:
             for rank in ranks
         )
 
-    def _check_batch(
+    def _begin(
         self,
         actions_of: Actions,
         splitter: MicrobatchSplitter,
@@ -256,10 +259,18 @@ class Executor:
         *,
         needs_target: bool = True,
     ) -> None:
-        """Raise a StepRefusedError, before anything is sent, if the batch is invalid here."""
+        """Begin a step; a StepRefusedError, before values are sent, if the batch is invalid."""
+        problem = splitter.find_input_error() if 0 in self.stages else None
+
+        def first_inputs() -> Iterator[Sequence[Tensor]]:
+            for each in actions_of(self._rank):
+                if problem is None and each.stage == 0 and each.kind is Kind.FORWARD:
+                    yield input_tensors(splitter.inputs(each.microbatch))
+
+        with self.together("all ranks to begin a step"):
+            self._p2p.begin_step(first_inputs)
         if 0 not in self.stages:
             return
-        problem = splitter.find_input_error()
         if problem is None and needs_target and self._shape.num_ranks == 1:
             problem = splitter.find_target_error()
         action = None if problem is None else next(iter(actions_of(self._rank)), None)

@@ -1,6 +1,7 @@
 """Pipelines on a model of NCCL's streams: what ranks enqueue always completes."""
 
 from collections import Counter, deque
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -92,6 +93,11 @@ class FakeStage:
 
 
 class FakeSplitter:
+    """The batch of a step, whose microbatches have the lengths of the first stage's forwards."""
+
+    def __init__(self, lengths, shape, step):
+        self._lengths, self._num_microbatches, self._step = lengths, shape.num_microbatches, step
+
     def find_input_error(self):
         return None
 
@@ -99,7 +105,9 @@ class FakeSplitter:
         pass
 
     def inputs(self, microbatch):
-        return torch.empty(1, device=META)
+        first = self._step * self._num_microbatches
+        length = self._lengths(first + microbatch % self._num_microbatches)
+        return torch.empty(length, device=META)
 
     def batch_meta(self, microbatch):
         return NO_BATCH
@@ -146,19 +154,21 @@ def enqueue(
         flushes = isinstance(schedule, Flushing)
         for step in range(steps):
             executor.train(
-                lambda rank, step=step: schedule.step(shape, rank, step), FakeSplitter(),
+                lambda rank, step=step: schedule.step(shape, rank, step),
+                FakeSplitter(lengths, shape, step),
                 p2p.barrier if flushes else None, empty=flushes,
             )  # fmt: skip
             if flushes:
                 executor.barrier(0)
-        executor.train(lambda rank: schedule.drain(shape, rank, steps), FakeSplitter())
+        splitter = FakeSplitter(lengths, shape, steps)
+        executor.train(lambda rank: schedule.drain(shape, rank, steps), splitter)
         executor.barrier(0)
         executor.restart(schedule.versions(shape))
 
     with monkeypatch.context() as patch:
         if not via_host:
             patch.setattr(stage_p2p, "_UPDATES_VIA_HOST", 0)
-        patch.delenv("CUDA_MODULE_LOADING", raising=False)
+        patch.setenv("CUDA_MODULE_LOADING", "LAZY" if via_host else "EAGER")
         patch.setattr(dist, "get_rank", rank_of)
         patch.setattr(dist, "get_world_size", lambda group=None: shape.num_ranks)
         patch.setattr(dist, "get_backend_config", lambda group=None: "cuda:nccl")
@@ -249,11 +259,26 @@ def test_every_schedule_of_up_to_8_stages_completes(monkeypatch, subtests):
                             check(schedule, shape, monkeypatch)
 
 
-def test_kernels_that_load_when_they_run_first_stop_no_pipeline(monkeypatch, subtests):
-    """Loading waits for sends: all ranks come to wait for each other if none goes via the host.
+def world_that_loads(schedule, shape, new_each, monkeypatch, *, via_host=True):
+    """Return the world where each kernel is loaded when it runs first, and shapes change.
 
-    Shapes change in turn, or after a phase of one shape: each so many microbatches has a new one.
+    In turn (None), or after a phase of one shape: each so many microbatches have a new one.
     """
+    one_shape = 2 * shape.num_stages * shape.num_microbatches
+
+    def length(nr):
+        if new_each is None:
+            return 1 + nr % 3
+        return nr if nr > one_shape and nr % new_each == 0 else 1
+
+    return enqueue(
+        schedule, shape, monkeypatch,
+        lengths=length, steps=2 * shape.num_stages + 3, loads=True, via_host=via_host,
+    )  # fmt: skip
+
+
+def test_kernels_that_load_when_they_run_first_stop_no_pipeline(monkeypatch, subtests):
+    """Loading waits for sends: all ranks come to wait for each other if none goes via the host."""
     for schedule, shape, new_each in [
         (ZeroBubble(), PipelineShape(4, 7, 2), 2),
         (XPipe("consistent"), PipelineShape(4, 3, 2), 2),
@@ -261,20 +286,28 @@ def test_kernels_that_load_when_they_run_first_stop_no_pipeline(monkeypatch, sub
         (PipeOptim(), PipelineShape(6, 3, 3), 3),
         (PipeDream(), PipelineShape(4, 2, 2), None),
     ]:
-        one_shape = 2 * shape.num_stages * shape.num_microbatches
-
-        def length(nr, new_each=new_each, one_shape=one_shape):
-            if new_each is None:
-                return 1 + nr % 3
-            return nr if nr > one_shape and nr % new_each == 0 else 1
-
-        options = {"loads": True, "lengths": length, "steps": 2 * shape.num_stages + 3}
         with subtests.test(schedule=schedule, shape=shape, new_each=new_each):
-            assert enqueue(schedule, shape, monkeypatch, **options).is_stuck
-            world = enqueue(schedule, shape, monkeypatch, **options, via_host=True)
-            # Known: in a ring of three ranks shapes may change in more places than one at once.
-            assert world.is_stuck is (new_each == 3)
-            assert world.is_stuck or world.num_left() == [0, 0]
+            world = world_that_loads(schedule, shape, new_each, monkeypatch, via_host=False)
+            assert world.is_stuck
+            world = world_that_loads(schedule, shape, new_each, monkeypatch)
+            assert not world.is_stuck
+            assert world.num_left() == [0, 0]
+
+
+@pytest.mark.slow
+def test_kernels_that_load_when_they_run_first_stop_no_schedule(monkeypatch, subtests):
+    """In a ring of three ranks the hosts of two may load kernels at once: see ``begin_step``."""
+    for sizes in (
+        *((3, 4, 3), (4, 2, 2), (4, 3, 2), (4, 5, 4), (4, 7, 2), (6, 3, 3), (6, 4, 2), (6, 6, 3)),
+        *((8, 4, 4), (8, 5, 2), (9, 4, 3)),
+    ):
+        shape = PipelineShape(*sizes)
+        for schedule, new_each in product(EVERY_SCHEDULE, (1, 2, 3, 5, None)):
+            if schedule.error_at(shape) is None:
+                with subtests.test(schedule=schedule, shape=shape, new_each=new_each):
+                    world = world_that_loads(schedule, shape, new_each, monkeypatch)
+                    assert not world.is_stuck
+                    assert world.num_left() == [0, 0]
 
 
 class PostedAhead(NcclPayloads):
