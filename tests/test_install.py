@@ -268,6 +268,38 @@ def copy(unpacked: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(unpacked, tmp_path / "work"))
 
 
+CARDS = {
+    "7.5": "not built: the GPUs here have compute capability 7.5, where the kernels need 8.0",
+    "9.9": "not built: the GPUs here have compute capability 9.9, where the kernels need 8.0",
+    "7.5\\n8.6\\n8.6\\n9.0": "built with nvcc {} for 86-real 90-real",
+    "": "built with nvcc {} for 80-real 90-real 100 120-real",
+}
+
+
+def test_the_kernels_are_for_the_cards_present_and_nvcc_may_be_of_pypi(source, tmp_path):
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("nvcc is not found")
+    path = make_path(tmp_path / "bin", ["c++", "g++", "gcc", "as", "ld", "sh"])
+    write_script(tmp_path / "site/nvidia/cu13/bin/nvcc", f'exec {nvcc} "$@"')
+    options = ["-DPYPARALLEL_CUDA=ON", "-DCMAKE_CUDA_ARCHITECTURES=native", "-G", "Ninja"]
+    ninja = Path(sysconfig.get_path("scripts"), "ninja")
+    options += [f"-DPYTHON_EXECUTABLE={sys.executable}", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+    for cards, outcome in CARDS.items():
+        write_script(path / "nvidia-smi", f"printf '{cards}'")
+        configure = ["-m", "cmake", "-S", source, "-B", tmp_path / "build", *options]
+        run(configure, folder="/", path=path, PYTHONPATH=str(tmp_path / "site"))
+        found = json.loads((tmp_path / "build/build.json").read_text())["cuda"]
+        version = re.findall(r"nvcc ([\d.]+)", found)
+        assert found.startswith(outcome.format(*version))
+
+
+def write_script(path: Path, line: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{line}\n")
+    path.chmod(0o755)
+
+
 def test_requesting_cuda_without_nvcc_is_refused(unpacked, tmp_path):
     path = make_path(tmp_path / "bin", ["c++", "as", "ld"])
     command = ["setup.py", "build_native"]

@@ -14,6 +14,14 @@ constexpr int kThreads = 512;
 constexpr int kPerThread = 8;
 constexpr int64_t kPerBlock = int64_t{kThreads} * kPerThread;
 
+// The most threads that a multiprocessor holds: ptxas refuses launch bounds that ask for more.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || \
+    __CUDA_ARCH__ == 1000 || __CUDA_ARCH__ == 1030
+constexpr int kMaxResidentThreads = 2048;
+#else
+constexpr int kMaxResidentThreads = 1536;  // of sm_86, sm_89 and sm_120
+#endif
+
 // How a block's elements are divided among its threads: each processes EACH of them, in runs of RUN
 // neighbors, and the first runs of all threads come before the second. With runs of 16 bytes the
 // accesses of a warp adjoin; with RUN = EACH a thread has neighbors alone.

@@ -23,7 +23,7 @@ constexpr int kMixThreadsOfFloat = 1536;
 #endif
 template <typename Z, typename Message, int COUNT>
 constexpr int kMixThreads = COUNT != 1                                     ? 1024
-                            : sizeof(Z) == 2 && std::is_same_v<Z, Message> ? 2048
+                            : sizeof(Z) == 2 && std::is_same_v<Z, Message> ? kMaxResidentThreads
                             : sizeof(Z) == 4                               ? kMixThreadsOfFloat
                                                                            : 1536;
 

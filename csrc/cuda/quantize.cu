@@ -17,7 +17,7 @@ namespace {
 
 // The blocks of a multiprocessor: as many as need no spills, for each has its loads in flight.
 template <typename Format, bool HAS_RESIDUAL>
-constexpr int kQuantizeBlocks = !HAS_RESIDUAL        ? 4
+constexpr int kQuantizeBlocks = !HAS_RESIDUAL        ? kMaxResidentThreads / kThreads
                                 : Format::kHasScales ? 3
                                                      : 2;
 

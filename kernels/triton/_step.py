@@ -14,7 +14,9 @@ from ._scalars import argument
 
 BLOCK = 2048  # four elements per thread: eight, as elsewhere, would take too many registers
 PART = 512  # one per thread, where each has a mask and the address of its gradient
-OPTIONS = {"num_warps": 16, "maxnreg": 64, "enable_fp_fusion": False}
+OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
+if torch.version.hip is None:  # the compiler for AMD's cards knows no such option
+    OPTIONS["maxnreg"] = 64
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import torch
 
 from .. import ops
 from ..comm import PeerError
-from ..planning.pipelines.event_loop import COMPILED
+from ..planning.pipelines.event_loop import COMPILED, Compiled
 from ..training.arguments import require
 from .links import report_links
 
@@ -50,9 +50,14 @@ def report(arguments: argparse.Namespace) -> str:
             return report_links(arguments.out)
     except (ValueError, ConnectionError, PeerError) as error:
         raise SystemExit(f"doctor: {error}") from error
-    missing = _missing()
+    backends = (each for backends in ops.BACKENDS.values() for each in backends)
+    libraries: dict[str, ops.Backend | Compiled] = {each.name: each for each in backends}
+    libraries[_EVENT_LOOP] = COMPILED
+    missing = {name: why for name, each in libraries.items() if (why := each.unavailable_reason)}
     reasons = {reason: f"[{i}]" for i, reason in enumerate(dict.fromkeys(missing.values()), 1)}
     numbers = {name: reasons[reason] for name, reason in missing.items()}
+    files = {name: each.path.name if each.path else "loaded" for name, each in libraries.items()}
+    files |= {name: f"missing {number}" for name, number in numbers.items()}
     lines = [
         "versions",
         *_columns(_versions()),
@@ -60,7 +65,7 @@ def report(arguments: argparse.Namespace) -> str:
         "tools",
         *_columns((name, _version_of_tool(name)) for name in _TOOLS),
         "libraries",
-        *_columns(_libraries(numbers)),
+        *_columns(files.items()),
         *_columns([("ops", *ops.BACKENDS), *(_row(op, numbers) for op in ops.names())], indent=""),
     ]
     if missing:
@@ -70,19 +75,11 @@ def report(arguments: argparse.Namespace) -> str:
         lines.append("missing")
         lines += [f"  {', '.join(names)}: {cost}" for cost, names in names_of.items()]
         lines += [f"  {number} {reason}" for reason, number in reasons.items()]
-    wanted = {"compiled C++", _EVENT_LOOP}
-    if torch.cuda.is_available():
-        wanted.add("compiled CUDA")
+    on_gpus = ["compiled CUDA"] if torch.cuda.is_available() else []
+    wanted = {"compiled C++", _EVENT_LOOP, *on_gpus}
     if not wanted.isdisjoint(missing):
         lines.append(_HOW_TO_BUILD)
     return "\n".join(lines)
-
-
-def _missing() -> dict[str, str]:
-    libraries = [each for backends in ops.BACKENDS.values() for each in backends]
-    found = {each.name: each.unavailable_reason for each in libraries}
-    found[_EVENT_LOOP] = COMPILED.unavailable_reason
-    return {name: reason for name, reason in found.items() if reason}
 
 
 def _cost(name: str) -> str:
@@ -155,13 +152,6 @@ def _version_of_tool(name: str) -> str:
     # nvcc prints its release on the last line but one, the others on the first.
     line = next((line for line in lines if "release" in line), lines[0] if lines else "?")
     return f"{line.strip()} ({path})"
-
-
-def _libraries(numbers: dict[str, str]) -> Iterator[tuple[str, str]]:
-    paths = {each.name: each.path for backends in ops.BACKENDS.values() for each in backends}
-    for name, path in {**paths, _EVENT_LOOP: COMPILED.path}.items():
-        loaded = "loaded" if path is None else path.name
-        yield name, f"missing {numbers[name]}" if name in numbers else loaded
 
 
 def _row(op: str, numbers: dict[str, str]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ messages, whose corruption is a RuntimeError; on a GPU that of earlier messages 
 """
 
 from ._checks import FLOAT_DTYPES
-from ._library import Backend, load_native, load_triton, names, warn_importer
+from ._library import Backend, load_native, load_triton, names, warn_of_slower_ops
 from .adamw_step import adamw_step_
 from .mix import add_or_clear_, mix_, screen_headers
 from .mix_quantized import mix_quantized_
@@ -84,9 +84,4 @@ def implementation(op: str, device: str) -> tuple[str, list[tuple[str, str]]]:
     return "plain PyTorch (the reference)", missing
 
 
-if BACKENDS["cpu"][0].unavailable_reason:
-    warn_importer(
-        "pyparallel runs its CPU ops in plain PyTorch, which is slower: the compiled library is "
-        f"{BACKENDS['cpu'][0].unavailable_reason}; `python -m pyparallel doctor` prints what that "
-        "costs and how to build it"
-    )
+warn_of_slower_ops(BACKENDS)

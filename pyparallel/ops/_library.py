@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,9 @@ def load_native(device: str) -> Backend:
     name = {"cpu": "compiled C++", "cuda": "compiled CUDA"}[device]
     path = _NATIVE_FOLDER / f"libpyparallel_{device}.so"
     if not path.exists():
-        return Backend(name, unavailable_reason=_build_outcome(device))
+        outcome = build_outcome(_NATIVE_FOLDER, device)
+        gone = f"missing, although it was {outcome}: install again"
+        return Backend(name, unavailable_reason=gone if outcome.startswith("built") else outcome)
     reason = _unsupported_reason(device)
     if reason:
         return Backend(name, path, reason)
@@ -177,7 +180,9 @@ def load_native(device: str) -> Backend:
 def load_triton() -> Backend:
     """Register the Triton kernels if a GPU is available."""
     if not torch.cuda.is_available():
-        return Backend("Triton", unavailable_reason="not loaded: torch sees no GPU")
+        is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+        why = ": CUDA_VISIBLE_DEVICES is empty" if is_hidden else ""
+        return Backend("Triton", unavailable_reason=f"not loaded: torch sees no GPU{why}")
     before = _served("cuda")
     try:
         # A dynamic import, because setup.py maps the folder into the package.
@@ -188,7 +193,20 @@ def load_triton() -> Backend:
     return Backend("Triton", ops=_served("cuda") - before)
 
 
-def warn_importer(text: str) -> None:
+def warn_of_slower_ops(backends: dict[str, tuple[Backend, ...]]) -> None:
+    """Warn if CPU ops run without their library, or GPU ops without one that was built."""
+    cpu, cuda = backends["cpu"][0], backends["cuda"][0]
+    text = (
+        "pyparallel runs its {} ops in {}, which is slower: the compiled library is {}; "
+        "`python -m pyparallel doctor` prints what that costs and how to build it"
+    )
+    if cpu.unavailable_reason:
+        _warn_importer(text.format("CPU", "plain PyTorch", cpu.unavailable_reason))
+    if cuda.unavailable_reason and cuda.path and torch.cuda.is_available():
+        _warn_importer(text.format("GPU", "Triton and plain PyTorch", cuda.unavailable_reason))
+
+
+def _warn_importer(text: str) -> None:
     """Warn at the line that imports the package; not under ``python -m pyparallel``."""
     package, imports = f"{_PACKAGE}{os.sep}", (f"{Path(importlib.__file__).parent}", "<frozen")
     importer = sys._getframe()
@@ -197,16 +215,10 @@ def warn_importer(text: str) -> None:
         if not frame.f_code.co_filename.startswith(imports):
             importer = frame
         frame = frame.f_back
-    if importer.f_code.co_filename.startswith(package):
-        return
-    warnings.warn_explicit(
-        text,
-        RuntimeWarning,
-        importer.f_code.co_filename,
-        importer.f_lineno,
-        importer.f_globals.get("__name__"),
-        importer.f_globals.setdefault("__warningregistry__", {}),
-    )
+    path, names = importer.f_code.co_filename, importer.f_globals
+    if not path.startswith(package):
+        line, registry = importer.f_lineno, names.setdefault("__warningregistry__", {})
+        warnings.warn_explicit(text, RuntimeWarning, path, line, names.get("__name__"), registry)
 
 
 def _served(device: str) -> frozenset[str]:
@@ -214,47 +226,56 @@ def _served(device: str) -> frozenset[str]:
     return frozenset(op for op in _NAMES if has_kernel(f"pyparallel::{op}", device.upper()))
 
 
-def _build_outcome(device: str) -> str:
-    outcome = _recorded(device)
-    if outcome.startswith("built"):
-        return f"missing, although it was {outcome}: install again"
-    return outcome
-
-
-def _recorded(device: str) -> str:
-    report = _NATIVE_FOLDER / "build.json"
+def build_outcome(folder: Path, name: str) -> str:
+    """Return what became of a library in the build that filled a folder."""
+    report = folder / "build.json"
     if not report.exists():
         return "not built: the package is used without being installed"
-    return str(json.loads(report.read_text()).get(device, "not built"))
+    return str(json.loads(report.read_text()).get(name, "not built"))
 
 
-def _driver_version() -> int:
-    """Return the newest CUDA that the driver of the GPUs supports, 13020 for 13.2; 0: no driver."""
-    version = ctypes.c_int(0)
+def _ask_driver() -> tuple[int, list[int]]:
+    """Return the driver's CUDA, as 13020, and visible cards' capabilities, as 86; else 0, []."""
     try:
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+        cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return 0
-    return version.value
+        return 0, []
 
+    def ask(function: str, *arguments: int) -> int:
+        number = ctypes.c_int(0)
+        getattr(cuda, function)(ctypes.byref(number), *arguments)
+        return number.value
 
-def _old_driver(outcome: str, driver: int) -> str | None:
-    """Return why the driver cannot run what nvcc has built."""
-    built = re.search(r"nvcc (\d+)", outcome)
-    if not driver or built is None or driver >= 1000 * int(built[1]):
-        return None
-    return (
-        f"built with CUDA {built[1]}, which this driver for CUDA {driver // 1000}."
-        f"{driver % 1000 // 10} cannot run: update the driver"
-    )
+    # With this variable torch promises that CUDA still works in processes forked after the import.
+    starts = os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") != "1" and cuda.cuInit(0) == 0
+    cards = range(ask("cuDeviceGetCount") if starts else 0)
+    major, minor = (partial(ask, "cuDeviceGetAttribute", number) for number in (75, 76))
+    return ask("cuDriverGetVersion"), [10 * major(card) + minor(card) for card in cards]
 
 
 def _unsupported_reason(device: str) -> str | None:
-    if device == "cuda":
-        if not torch.version.cuda:
-            return "built, but not loaded: this torch has no CUDA"
-        return _old_driver(_recorded(device), _driver_version())
-    capability = torch.backends.cpu.get_cpu_capability()
-    if platform.machine() == "x86_64" and capability not in {"AVX2", "AVX512"}:
-        return f"built for AVX2, which this processor lacks (torch reports {capability})"
+    if device == "cpu":
+        capability = torch.backends.cpu.get_cpu_capability()
+        if platform.machine() == "x86_64" and capability not in {"AVX2", "AVX512"}:
+            return f"built for AVX2, which this processor lacks (torch reports {capability})"
+        return None
+    if not torch.version.cuda:
+        return "built, but not loaded: this torch has no CUDA"
+    driver, cards = _ask_driver()
+    built = re.search(r"nvcc (\d+)\S* for (.*)", build_outcome(_NATIVE_FOLDER, device))
+    if built and 0 < driver < 1000 * int(built[1]):
+        return (
+            f"built with CUDA {built[1]}, which this driver for CUDA {driver // 1000}."
+            f"{driver % 1000 // 10} cannot run: update the driver"
+        )
+    codes = re.findall(r"(\d+)[a-z]*(\S*)", built[2]) if built else []
+    for index, card in enumerate(cards if codes else ()):
+        # Machine code runs on later cards of its generation; PTX, which "real" leaves out, on all.
+        oldest = [int(n) for n, kind in codes if kind != "-real" or int(n) // 10 == card // 10]
+        if card < min(oldest, default=card + 1):
+            return (
+                f"built for {built[2]} and not for cuda:{index} of compute capability {card / 10}: "
+                "build on this machine, for 8.0 or newer, or leave that card out of "
+                "CUDA_VISIBLE_DEVICES"
+            )
     return None

@@ -1,6 +1,7 @@
 """The compiled libraries without a GPU: the CUDA kernels' machine code, and their linkage."""
 
 import functools
+import json
 import re
 import shutil
 import subprocess
@@ -88,6 +89,14 @@ def test_every_architecture_has_every_kernel(kernels):
     for code in kernels:
         names[code.architecture].append(code.name)
     assert all(sorted(found) == sorted(names["sm_80"]) for found in names.values())
+
+
+@pytest.mark.slow
+def test_the_record_of_the_build_names_the_architectures_that_the_library_has(kernels):
+    # By this record a library is loaded or not: to ask a kernel would allocate memory on each card.
+    outcome = json.loads((NATIVE / "build.json").read_text())["cuda"]
+    recorded = re.findall(r"\d+", outcome.partition(" for ")[2])
+    assert {f"sm_{number}" for number in recorded} == {code.architecture for code in kernels}
 
 
 @pytest.mark.slow

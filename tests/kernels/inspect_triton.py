@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 TOOLS = Path(find_spec("triton").origin).parent / "backends" / "nvidia" / "bin"
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 # Four blocks of 512 threads, a full multiprocessor, would leave 32; two saturate the memory.
 MAX_REGISTERS = 64
 REGISTERS = 2**16  # of a multiprocessor

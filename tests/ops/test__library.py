@@ -310,6 +310,45 @@ def test_a_pure_python_install_warns_once_at_the_users_import(pure):
     assert "compiled C++ [1]: CPU ops run in plain PyTorch and take, by the median, at" in printed
 
 
+ON_AN_OLD_CARD = """import ctypes, types, torch
+
+def answer(number, value):
+    number._obj.value = value
+
+driver = types.SimpleNamespace(
+    cuInit=lambda flags: 0,
+    cuDriverGetVersion=lambda number: answer(number, 13000),
+    cuDeviceGetCount=lambda number: answer(number, 1),
+    cuDeviceGetAttribute=lambda number, attribute, card: answer(number, {75: 7, 76: 5}[attribute]),
+)
+load, torch.version.cuda, torch.cuda.is_available = ctypes.CDLL, "13.0", lambda: True
+ctypes.CDLL = lambda name, *more: driver if name == "libcuda.so.1" else load(name, *more)
+from pyparallel import ops
+
+for op in ops.names():
+    print(op, ops.implementation(op, "cuda")[0])
+"""
+
+
+@pytest.mark.slow  # starts an interpreter
+def test_where_the_cuda_library_does_not_run_triton_runs_every_op_it_has(pure):
+    (pure / "pyparallel/_native").mkdir()
+    (pure / "pyparallel/_native/libpyparallel_cuda.so").touch()
+    (pure / "pyparallel/_native/build.json").write_text('{"cuda": "built with nvcc 13.0 for 90"}')
+    (pure / "user.py").write_text(ON_AN_OLD_CARD)
+    printed, errors = start(pure, "user.py").communicate(timeout=120)
+    assert "runs its GPU ops in Triton and plain PyTorch, which is slower: the compiled " in errors
+    assert (
+        "built for 90 and not for cuda:0 of compute capability 7.5: build on this machine, "
+        in errors
+    )
+    kernels = Path(__file__).parents[2] / "kernels/triton"
+    for op in ops.names():
+        has_kernel = (kernels / f"{op.strip('_')}.py").exists()
+        runs_in = "Triton" if has_kernel else "plain PyTorch (the reference)"
+        assert f"{op} {runs_in}\n" in printed, errors
+
+
 def test_a_library_that_was_built_and_is_gone_is_said_to_be_missing(tmp_path, monkeypatch):
     (tmp_path / "build.json").write_text('{"cpu": "built with GNU 12.2.0", "cuda": "not built: x"}')
     monkeypatch.setattr(_library, "_NATIVE_FOLDER", tmp_path)

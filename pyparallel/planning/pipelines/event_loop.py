@@ -1,7 +1,6 @@
 """The event loop that computes each action's start time: the reference and the compiled one."""
 
 import importlib.util
-import json
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ...ops._library import build_outcome
 from ...pipeline.schedules.action import Action, Kind
 from .action_table import ActionTable
 from .virtual_clock import Process, SimulatedAction, SimulatedMessage, VirtualClock
@@ -106,7 +106,9 @@ def load_compiled(folder: Path) -> Compiled:
     """Load the extension module built for this Python from a folder, if possible."""
     path = folder / f"simulate{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not path.exists():
-        return Compiled(path, unavailable_reason=_build_outcome(folder))
+        outcome = build_outcome(folder, "simulate")
+        other = ", for another Python" if outcome.startswith("built") else ""
+        return Compiled(path, unavailable_reason=outcome + other)
     spec = importlib.util.spec_from_file_location("simulate", path)
     assert spec is not None
     assert spec.loader is not None
@@ -116,14 +118,6 @@ def load_compiled(folder: Path) -> Compiled:
     except ImportError as error:
         return Compiled(path, unavailable_reason=f"built, but it does not load: {error}")
     return Compiled(path, module.run)
-
-
-def _build_outcome(folder: Path) -> str:
-    report = folder / "build.json"
-    if not report.exists():
-        return "not built: the package is used without being installed"
-    outcome = str(json.loads(report.read_text()).get("simulate", "not built"))
-    return f"{outcome}, for another Python" if outcome.startswith("built") else outcome
 
 
 COMPILED = load_compiled(Path(__file__).resolve().parents[2] / "_native")
