@@ -14,6 +14,7 @@ namespace pyparallel {
 constexpr float kSmallestMagnitude = 0x1p-100f;
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 constexpr uint32_t kMagnitudeMask = 0x7fffffffu;
+constexpr uint32_t kTwoTo23Bits = 0x4b000000u;
 
 template <typename To, typename From>
 PYPARALLEL_HOST_DEVICE To same_bits(From from) {
@@ -113,20 +114,36 @@ struct Integers : Scaled {
   // Rounds to nearest, ties to even. `scaled` is at most kLargest plus an ulp, so needs no clamp.
   template <typename Bits, typename Float>
   static PYPARALLEL_HOST_DEVICE Coded<Float, Bits> encode(Float scaled) {
-    const Float shifted = scaled + kNoFraction;
-    return {same_bits<Bits>(shifted) & kMask, shifted - kNoFraction};
+    return coded<Bits>(scaled + kNoFraction);
   }
 
   template <typename Bits, typename Float>
   static PYPARALLEL_HOST_DEVICE Coded<Float, Bits> encode(Float scaled, Bits random) {
     const Float whole = shift_down(scaled + random_fraction<Float>(random));
-    const Float shifted = at_least(at_most(whole, kNoFraction + kLargest), kNoFraction - kLargest);
-    return {same_bits<Bits>(shifted) & kMask, shifted - kNoFraction};
+    return coded<Bits>(at_least(at_most(whole, kNoFraction + kLargest), kNoFraction - kLargest));
+  }
+
+  // The same but where an ulp above kLargest rounds up to kLargest + 1: then the code is corrupt.
+  template <typename Bits, typename Float>
+  static PYPARALLEL_HOST_DEVICE Coded<Float, Bits> encode_unclamped(Float scaled, Bits random) {
+    return coded<Bits>(shift_down(scaled + random_fraction<Float>(random)));
   }
 
   template <typename Float, typename Bits>
   static PYPARALLEL_HOST_DEVICE Float decode(Bits code) {
-    return same_bits<Float>((code ^ kSign) | 0x4b000000u) - (0x1p23f + kSign);
+    return decode_flipped<Float>((code ^ kSign) | kTwoTo23Bits);
+  }
+
+  // Of a code whose sign bit is flipped, in the lowest bits of 2^23.
+  template <typename Float, typename Bits>
+  static PYPARALLEL_HOST_DEVICE Float decode_flipped(Bits bits) {
+    return same_bits<Float>(bits) - (0x1p23f + kSign);
+  }
+
+ private:
+  template <typename Bits, typename Float>
+  static PYPARALLEL_HOST_DEVICE Coded<Float, Bits> coded(Float shifted) {
+    return {same_bits<Bits>(shifted) & kMask, shifted - kNoFraction};
   }
 };
 

@@ -44,6 +44,9 @@ using DefaultTile = Tile<kThreads, kPerThread, kPerThread>;
 // threads and 0.91 in blocks of 512.
 using StepTile = Tile<256, kPerThread, kPerThread>;
 
+// Of encoders that read 16-bit elements alone: what they compute once a thread costs half as much.
+using WideTile = Tile<kThreads, 2 * kPerThread, 2 * kPerThread>;
+
 template <typename Shape = DefaultTile>
 int64_t num_blocks(int64_t numel) {
   return (numel + Shape::kPerBlock - 1) / Shape::kPerBlock;

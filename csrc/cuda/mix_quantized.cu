@@ -76,34 +76,23 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       if (!COUNT && first + j >= num_messages) break;
-      const float scale = scales[j], coefficient = coefficients[first + j];
-      const auto is_corrupt = [&](int i) {
-        return is_corrupt_scale(scale) || is_corrupt_code<Format>(codes[j].get(i));
-      };
+      float message[kPerThread];  // a corrupt code leaves it as it is
 #pragma unroll
-      for (int i = 0; i < kPerThread; ++i) found += is_corrupt(i) && place.exists(i);
+      for (int i = 0; i < kPerThread; ++i) message[i] = own[i];
+      if constexpr (HAS_REPLICAS) unpack(kept[j], z.dtype, message);
+      decode_codes<1>(&codes[j], &scales[j], place, found, [&](int i, float entry) {
+        message[i] = HAS_REPLICAS ? message[i] + entry : entry;
+      });
       if constexpr (HAS_REPLICAS) {
-        float sums[kPerThread];
-        unpack(kept[j], z.dtype, sums);
-#pragma unroll
-        for (int i = 0; i < kPerThread; ++i) {
-          if (!is_corrupt(i)) sums[i] = add_code<Format>(sums[i], codes[j].get(i), scale);
-        }
-        kept[j] = pack<DefaultTile>(sums, z.dtype);
+        kept[j] = pack<DefaultTile>(message, z.dtype);
         store_together(kept[j], messages.replica(first + j, z.dtype), place);
-        unpack(kept[j], z.dtype, sums);
-        if (coefficient == 0) continue;
+        unpack(kept[j], z.dtype, message);
+      }
+      const float coefficient = coefficients[first + j];
+      if (coefficient == 0) continue;
 #pragma unroll
-        for (int i = 0; i < kPerThread; ++i) {
-          delta[i] = mix_add_message(delta[i], own[i], sums[i], coefficient);
-        }
-      } else if (coefficient != 0) {
-#pragma unroll
-        for (int i = 0; i < kPerThread; ++i) {
-          delta[i] = is_corrupt(i) ? mix_add_message(delta[i], own[i], own[i], coefficient)
-                                   : mix_add_code<Format>(delta[i], own[i], codes[j].get(i), scale,
-                                                          coefficient);
-        }
+      for (int i = 0; i < kPerThread; ++i) {
+        delta[i] = mix_add_message(delta[i], own[i], message[i], coefficient);
       }
     }
   }

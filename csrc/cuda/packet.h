@@ -75,6 +75,17 @@ __device__ __forceinline__ void store_together(const Packet<Shape>& packet, cons
   }
 }
 
+// Rounds and stores the values.
+template <typename Shape>
+__device__ __forceinline__ void store_values(const float (&values)[Shape::kEach],
+                                             const Stream& stream, const Place<Shape>& place) {
+  if (stream.dtype == ScalarType::Float) {
+    store_together(pack<float, Shape>(values), static_cast<uint32_t*>(stream.data), place);
+  } else {
+    store_packet(pack<Shape>(values, stream.dtype), static_cast<uint16_t*>(stream.data), place);
+  }
+}
+
 // Stores the values, and replaces them by the rounded ones in the buffer.
 template <typename Shape>
 __device__ __forceinline__ void store_and_round(float (&values)[Shape::kEach], const Stream& stream,

@@ -20,11 +20,11 @@ __global__ void __launch_bounds__(kThreads, 2)
                                Draws draws, uint8_t* codes, float* scales, bool aligned) {
   const Place<> place = place_of_thread(numel, aligned);
   Packet<> own_packet, copy_packet;
-  PhiloxWords words;
+  DrawsOfThread<DefaultTile> drawn;
   in_one_branch(place, [&](const Place<>& place) {
     own_packet = load_packet(z, place);
     copy_packet = load_packet(replica, place);
-    words = draws.words(place);
+    drawn = draws.of_thread(place);
   });
   const float factor = static_cast<float>(ratio.get());
   float own[kPerThread], copy[kPerThread], differences[kPerThread], decoded[kPerThread];
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   for (int i = 0; i < kPerThread; ++i) differences[i] = own[i] - copy[i];
   const BlockScale scale = scale_of_group<Format>(differences, place, shift, scales);
   encode_and_store<Format>(
-      differences, scale, draws.stochastic, words, [=] { return codes; }, place, decoded);
+      differences, scale, draws.stochastic, drawn, [=] { return codes; }, place, decoded);
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
     copy[i] = static_cast<float>(static_cast<Z>(copy[i] + decoded[i]));

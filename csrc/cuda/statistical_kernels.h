@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads)
     if (!(fabsf(acc[i]) < __builtin_inff())) acc[i] = 0.0f;  // two large numbers of one bin
     if (!is_live || !own.exists(i)) numbers[i] = 0;
   }
-  store_codes<BinCodes<BITS>>(numbers, codes, own);
+  store_codes(pack_codes<BinCodes<BITS>>(numbers), codes, own);
   if (residual.data != nullptr && is_finite) {
     store_packet(pack<DefaultTile>(acc, residual.dtype), residual, own);
   }

@@ -455,6 +455,25 @@ def test_gpus_skip_and_count_corrupt_entries(implementation, kind):
         assert torch.equal(arguments[-2].cpu(), expected)
 
 
+@each_format
+def test_gpus_find_the_corrupt_codes_among_all(kind):
+    form = find_format(*kind)
+    # In each place of a word.
+    codes = torch.cat([torch.arange(256).roll(turn) for turn in range(4)])
+    codes = codes.to(torch.uint8).view(form.dtype)
+    numel = codes.numel() * 8 // kind[0]
+    scales = torch.full((form.num_scales(numel, 32),), 0.3)
+    out, counter = torch.full((numel,), 5.0), torch.tensor(0)
+    arguments = moved((codes, scales, *kind, 32, True, out, counter), ON_GPU.device)
+    ON_GPU.find("dequantize")(*arguments)
+    each = form.unpack(codes, numel)
+    corrupt = form.is_corrupt(each)
+    assert int(arguments[-1]) == int(corrupt.sum()) > 0
+    numbers = form.decode(each) * (scales[0] if kind in SCALED else 1) + 5
+    expected = torch.where(corrupt, torch.tensor(5.0), numbers)
+    torch.testing.assert_close(arguments[-2].cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
 ENCODING = ("x", "bits", "format", "block_size", "residual", "seed", "offset", "codes", "scales")
 DECODING = ("codes", "scales", "bits", "format", "block_size", "accumulate", "out", "corrupt")
 

@@ -209,7 +209,9 @@ def _write_mean(
     for batch, p, q in _factors(matrices, left, right):
         mine = batch.view(x)
         _write_product(mine, p, q)
-        if residual is not None:
+        if residual is not None and x.dtype == torch.float32:
+            _subtract_product(batch.view(residual), p, q, mine)
+        elif residual is not None:
             batch.view(residual).sub_(mine.float())
     if matrices.spans:
         means, written = matrices.split_others(others), matrices.others(x)
@@ -227,11 +229,13 @@ def _write_product(out: Tensor, p: Tensor, q: Tensor) -> None:
         out.copy_(torch.bmm(p, q))
 
 
-def _subtract_product(residual: Tensor, p: Tensor, q: Tensor) -> None:
-    if residual.is_cuda:
-        residual.baddbmm_(p, q, alpha=-1)  # without writing and reading the product
+def _subtract_product(
+    residual: Tensor, p: Tensor, q: Tensor, product: Tensor | None = None
+) -> None:
+    if residual.is_cpu:  # as saved runs do, bit for bit
+        residual.sub_(torch.bmm(p, q) if product is None else product)
     else:
-        residual.sub_(torch.bmm(p, q))  # as saved runs do, bit for bit
+        residual.baddbmm_(p, q, alpha=-1)  # without reading the product
 
 
 def _clear_non_finite(residual: Tensor, dtype: torch.dtype, right: Tensor, others: Tensor) -> None:

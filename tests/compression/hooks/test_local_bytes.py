@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from pyparallel.compression import BufferLayout, Collectives, ErrorFeedback, Int8, Sign, TopK
+from pyparallel.compression import (
+    BufferLayout,
+    Collectives,
+    ErrorFeedback,
+    Int8,
+    Piece,
+    PowerSGD,
+    Sign,
+    TopK,
+)
 from pyparallel.compression.nonfinite import NonFiniteCheck
 from pyparallel.ops import _corrupt
 from tests.ops.op_counter import ByteCounter
@@ -18,6 +27,7 @@ LIMITS = [
     (ErrorFeedback(Int8()), "skip", 28, 32, 2),
     (ErrorFeedback(Int8()), "allow", 24, 25, 2),
     (ErrorFeedback(Sign()), "raise", 30, 40, 2),
+    (ErrorFeedback(PowerSGD(4)), "raise", 45, 40, 3),
 ]
 
 
@@ -48,7 +58,7 @@ def test_a_bucket_takes_few_bytes_ops_and_collectives(
 ):
     monkeypatch.setattr(_corrupt, "_is_counted", lambda like: True)
     monkeypatch.setattr(_corrupt, "_counters", {META: KnownCounter()})
-    layout, collectives = BufferLayout.flat(NUMEL), NoCollectives()
+    layout, collectives = BufferLayout((Piece("matrix", (1024, NUMEL // 1024)),)), NoCollectives()
     state, x = compressor.init(layout, META), torch.empty(NUMEL, device=META)
     check = NonFiniteCheck(policy)
     with ByteCounter() as counter:

@@ -29,6 +29,8 @@ void check_kernel() {
   expect(__any_sync(~0u, thread == 33) == (thread / 32 == 1), "any");
   expect(__all_sync(~0u, thread != 33) == (thread / 32 != 1), "all");
 
+  expect(__byte_perm(0x33221100u, 0x77665544u, 0x3106u) == 0x33110066u, "byte_perm");
+
   __shared__ int total;
   if (thread == 0) total = 0;
   __syncthreads();

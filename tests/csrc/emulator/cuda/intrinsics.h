@@ -182,6 +182,14 @@ inline unsigned __reduce_add_sync(unsigned, unsigned value) {
   return emulator::reduce_warp(value, [](unsigned a, unsigned b) { return a + b; });
 }
 
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const uint64_t bytes = uint64_t{high} << 32 | low;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) {
+    result |= static_cast<unsigned>(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  }
+  return result;
+}
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
 inline int __popcll(unsigned long long value) { return __builtin_popcountll(value); }
 inline int __ffs(int value) { return __builtin_ffs(value); }
