@@ -35,10 +35,12 @@ PYPARALLEL_HOST_DEVICE uint32_t top_k_key(float acc) {
 PYPARALLEL_HOST_DEVICE bool is_finite(float acc) { return top_k_key(acc) < kInfinityKey; }
 
 // Keys of at least this contain the k largest, unless the k-th magnitude has shrunk by more than
-// 1/128 and a statistical margin since the last step. A larger margin would cost: under error
-// feedback most entries lie just below the threshold. 0 (all keys) if the last one is unknown.
+// 1/32 and a statistical margin since the last step. (Early in the training of a transformer it
+// shrinks by 1 % a step, by more than 1/128 in half of the steps and by more than 1/32 in a tenth.)
+// A larger margin would cost: under error feedback most entries lie just below the threshold.
+// 0 (all keys) if the last one is unknown.
 PYPARALLEL_HOST_DEVICE uint32_t top_k_guess(float threshold, int64_t k) {
-  const float slack = 0.0078125f + 1.0f / sqrtf(static_cast<float>(k));
+  const float slack = 0.03125f + 1.0f / sqrtf(static_cast<float>(k));
   const uint32_t key = top_k_key(threshold);
   return key < kInfinityKey && slack < 1.0f ? top_k_key(threshold * (1.0f - slack)) : 0;
 }

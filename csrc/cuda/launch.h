@@ -73,9 +73,11 @@ struct Place {
   }
 };
 
+// In a block of elements: that of the thread's own block, unless a kernel loops over several.
 template <typename Shape = DefaultTile>
-__device__ __forceinline__ Place<Shape> place_of_thread(int64_t numel, bool aligned) {
-  const int64_t begin = blockIdx.x * Shape::kPerBlock + threadIdx.x * Shape::kRun;
+__device__ __forceinline__ Place<Shape> place_of_thread(int64_t numel, bool aligned,
+                                                        int64_t block = blockIdx.x) {
+  const int64_t begin = block * Shape::kPerBlock + threadIdx.x * Shape::kRun;
   const int rest = static_cast<int>(max(int64_t{0}, min(Shape::kPerBlock, numel - begin)));
   return {begin, rest, aligned && Shape::offset(Shape::kEach - 1) < rest};
 }

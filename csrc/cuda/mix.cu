@@ -45,13 +45,19 @@ void mix_group(const Tensor& z, const Tensor& weight, const Tensor* messages, co
   if (readers < 0) launch_add_masses(total, masses, count, stream);
 }
 
-// `y` is null if there is nothing to add: the kernel then reads the flag and, if it is not set, is
-// over.
+// Where nothing is added. Mostly it is over at once, so it loops, with few blocks.
+__global__ void __launch_bounds__(kThreads, 2)
+    clear_kernel(Stream x, const bool* clear, int64_t numel, bool aligned) {
+  if (!*clear) return;
+  for (int64_t block = blockIdx.x; block * kPerBlock < numel; block += gridDim.x) {
+    store_together(Packet<>{}, x, place_of_thread(numel, aligned, block));
+  }
+}
+
 __global__ void __launch_bounds__(kThreads, 2)
     add_or_clear_kernel(Stream x, Stream y, float times, const bool* clear, int64_t numel,
                         bool aligned) {
   const bool clears = clear != nullptr && *clear;
-  if (!clears && y.data == nullptr) return;
   const Place<> place = place_of_thread(numel, aligned);
   Packet<> result{};
   if (!clears) {
@@ -82,10 +88,16 @@ void add_or_clear_cuda(Tensor x, std::optional<Tensor> y, double times,
   if (x.numel() == 0 || (!y && !clear)) return;
   const DeviceGuard guard(x.get_device_index());
   const Stream own(x), other = y ? Stream(*y) : Stream();
+  const bool aligned = is_aligned(own.data) && is_aligned(other.data);
   const bool* flag = clear ? static_cast<const bool*>(clear->const_data_ptr()) : nullptr;
-  launch(add_or_clear_kernel, num_blocks(x.numel()), kThreads, current_stream(x), own, other,
-         static_cast<float>(times), flag, x.numel(),
-         is_aligned(own.data) && is_aligned(other.data));
+  const int64_t blocks = num_blocks(x.numel());
+  if (!y) {
+    launch(clear_kernel, loop_blocks(blocks), kThreads, current_stream(x), own, flag, x.numel(),
+           aligned);
+    return;
+  }
+  launch(add_or_clear_kernel, blocks, kThreads, current_stream(x), own, other,
+         static_cast<float>(times), flag, x.numel(), aligned);
 }
 
 // What is expected of a warp's rows, passed in the kernel's arguments: nothing is copied before.

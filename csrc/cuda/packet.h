@@ -95,13 +95,24 @@ __device__ __forceinline__ void store_and_round(float (&values)[Shape::kEach], c
   if (stream.dtype != ScalarType::Float) unpack(packet, stream.dtype, values);
 }
 
-// One element, of a scattered access.
+// One element, of a scattered access: its bits, and their value, which waits for the memory.
+__device__ __forceinline__ uint32_t read_bits(const Stream& stream, int64_t i) {
+  if (stream.dtype == ScalarType::Float) return static_cast<const uint32_t*>(stream.data)[i];
+  return static_cast<const uint16_t*>(stream.data)[i];
+}
+
+__device__ __forceinline__ float value_of(uint32_t bits, ScalarType dtype) {
+  using torch::headeronly::BFloat16;
+  using torch::headeronly::Half;
+  if (dtype == ScalarType::Float) return __uint_as_float(bits);
+  const auto half = static_cast<uint16_t>(bits);
+  if (dtype == ScalarType::BFloat16)
+    return static_cast<float>(BFloat16(half, BFloat16::from_bits()));
+  return static_cast<float>(Half(half, Half::from_bits()));
+}
+
 __device__ __forceinline__ float read_element(const Stream& stream, int64_t i) {
-  if (stream.dtype == ScalarType::Float) return static_cast<const float*>(stream.data)[i];
-  if (stream.dtype == ScalarType::BFloat16) {
-    return static_cast<float>(static_cast<const torch::headeronly::BFloat16*>(stream.data)[i]);
-  }
-  return static_cast<float>(static_cast<const torch::headeronly::Half*>(stream.data)[i]);
+  return value_of(read_bits(stream, i), stream.dtype);
 }
 
 __device__ __forceinline__ void write_element(float value, const Stream& stream, int64_t i) {

@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads)
     first_of_front =
         entries.first_of_front(static_cast<int64_t>(drawn->num_before_front), is_drawn);
   }
-  const int range = take_range(drawn->ranges);
+  const int range = take_turn(drawn->ranges.num_started);
   entries.rotation = shared_rotation;
 
   const int64_t num_warps = int64_t{gridDim.x} * kWarps;

@@ -56,13 +56,13 @@ struct Ranges {
   static int64_t limited(int64_t num_blocks) { return std::min(num_blocks, int64_t{kMost}); }
 };
 
-// The next range. The blocks of all earlier ones have started, so that waiting for them cannot
-// deadlock, however few blocks are resident.
-__device__ inline int take_range(Ranges& ranges) {
-  __shared__ int range;
-  if (threadIdx.x == 0) range = static_cast<int>(atomicAdd(&ranges.num_started, 1u));
+// How many blocks have started before this one: waiting for those cannot deadlock, however few
+// blocks are resident.
+__device__ inline int take_turn(unsigned int& num_started) {
+  __shared__ int turn;
+  if (threadIdx.x == 0) turn = static_cast<int>(atomicAdd(&num_started, 1u));
   __syncthreads();
-  return range;
+  return turn;
 }
 
 // The sum of the counts of all ranges before this one. Every thread of the block takes part.

@@ -21,12 +21,15 @@ Tensor new_scratch(const Tensor& model, int64_t num_bytes) {
 // A problem with its scratch memory, freed at the end, for later work of this stream only.
 struct Call {
   cudaStream_t stream;
+  AnySum acc;
   Problem problem;
   float* threshold;  // nullptr: not used
   Tensor state, candidates, segments;
 
-  Call(const Tensor& x, int64_t k, const std::optional<Tensor>& kept_threshold)
+  Call(const Tensor& x, const std::optional<Tensor>& residual, int64_t k,
+       const std::optional<Tensor>& kept_threshold)
       : stream(current_stream(x)),
+        acc{Stream(x), residual ? Stream(*residual) : Stream()},
         threshold(kept_threshold ? kept_threshold->mutable_data_ptr<float>() : nullptr) {
     const int64_t most = top_k_max_candidates(k, x.numel()), num_segments = num_blocks(x.numel());
     state = new_scratch(x, sizeof(State));
@@ -42,27 +45,30 @@ struct Call {
   }
 };
 
-// Computes the k-th key, in the state. `First` reads the buffer the first time, `Later` after that,
-// and `Sample` before.
-template <typename Sample, typename First, typename Later>
-void select(const Call& call, const Sample& sample, const First& first, const Later& later) {
+// Computes the k-th key, in the state. `first` reads the buffer the first time, `later` after that.
+template <typename First>
+void select(const Call& call, const First& first, const AnySum& later) {
   const cudaStream_t stream = call.stream;
   const Problem& problem = call.problem;
-  launch(begin_kernel<Sample>, 1, kThreads, stream, sample, problem, call.threshold);
+  const int64_t blocks = loop_blocks(problem.num_segments);
+  launch(begin_kernel, 1, kThreads, stream, call.acc, problem, call.threshold);
   launch(collect_kernel<First>, problem.num_segments, kThreads, stream, first, problem,
          first.aligned());
+  if (call.threshold) {
+    launch(retry_kernel, blocks, kThreads, stream, later, problem, later.aligned(), call.threshold);
+  }
   for (int position = 0; position < kNumDigits; ++position) {
-    launch(histogram_kernel<Later>, loop_blocks(problem.num_segments), kThreads, stream, later,
-           problem, position, later.aligned(), call.threshold);
+    launch(histogram_kernel, blocks, kThreads, stream, later, problem, position, later.aligned(),
+           call.threshold);
   }
 }
 
 // `keep` updates the residual where an entry is read: of a candidate, or of any element.
-template <typename X, typename Source, typename KeepProven, typename Keep>
-void write(const Call& call, const Source& source, const Output<X>& output,
+template <typename X, typename KeepProven, typename Keep>
+void write(const Call& call, const AnySum& source, const Output<X>& output,
            const KeepProven& keep_proven, const Keep& keep) {
   const int64_t most = (call.problem.num_segments + kWarps - 1) / kWarps;
-  launch(write_kernel<X, Source, KeepProven, Keep>, Ranges::limited(loop_blocks(most)), kThreads,
+  launch(write_kernel<X, KeepProven, Keep>, Ranges::limited(loop_blocks(most)), kThreads,
          call.stream, source, call.problem, output, keep_proven, keep);
 }
 
@@ -74,47 +80,46 @@ void accumulate(cudaStream_t stream, const Problem& problem, const Accumulate<X,
 
 template <typename X>
 void top_k_alone(const Call& call, const X* x, const Output<X>& output) {
-  const Plain<X> source{x};
-  select(call, source, source, source);
-  write(call, source, output, KeepNothing{}, KeepNothing{});
+  select(call, Plain<X>{x}, call.acc);
+  write(call, call.acc, output, KeepNothing{}, KeepNothing{});
 }
 
 // The first pass stores acc in the residual.
 template <typename X>
 void top_k_with(const Call& call, const X* x, float* residual, const Output<X>& output) {
-  const Plain<float> acc{residual};
+  const AnySum stored{call.acc.residual, Stream()};
   const KeepRemainders<float> keep{residual};
-  select(call, Sum<X, float>{x, residual}, Accumulate<X, float>{x, residual}, acc);
-  write(call, acc, output, keep, keep);
+  select(call, Accumulate<X, float>{x, residual}, stored);
+  write(call, stored, output, keep, keep);
 }
 
 // A residual of 16 bits cannot hold acc: it is written when the winners are known.
 template <typename X, typename Kept>
 void top_k_with(const Call& call, const X* x, Kept* residual, const Output<X>& output) {
-  const Sum<X, Kept> sum{x, residual};
-  select(call, sum, sum, sum);
+  select(call, Sum<X, Kept>{x, residual}, call.acc);
   accumulate(call.stream, call.problem, Accumulate<X, Kept>{x, residual});
-  write(call, sum, output, KeepRemainders<Kept>{residual}, KeepAll<Kept>{residual});
+  write(call, call.acc, output, KeepRemainders<Kept>{residual}, KeepAll<Kept>{residual});
 }
 
 template <typename X, typename... Kept>
-void top_k_buffers(const Tensor& x, const std::optional<Tensor>& threshold, const Tensor& values,
-                   const Tensor& indices, Kept*... residual) {
+void top_k_buffers(const Tensor& x, const std::optional<Tensor>& residual,
+                   const std::optional<Tensor>& threshold, const Tensor& values,
+                   const Tensor& indices, Kept*... kept) {
   const X* entries = x.const_data_ptr<X>();
   if (values.numel() == 0) {
     const Problem problem{x.numel(), 0, 0, 0, nullptr, nullptr, nullptr};
     if (x.numel() > 0) {
-      (accumulate(current_stream(x), problem, Accumulate<X, Kept>{entries, residual}), ...);
+      (accumulate(current_stream(x), problem, Accumulate<X, Kept>{entries, kept}), ...);
     }
     return;
   }
-  const Call call(x, values.numel(), threshold);
+  const Call call(x, residual, values.numel(), threshold);
   const Output<X> output{values.mutable_data_ptr<X>(), indices.mutable_data_ptr(),
                          indices.scalar_type() == ScalarType::Long};
   if constexpr (sizeof...(Kept) == 0) {
     top_k_alone(call, entries, output);
   } else {
-    top_k_with(call, entries, residual..., output);
+    top_k_with(call, entries, kept..., output);
   }
 }
 
@@ -124,9 +129,10 @@ void top_k_cuda(Tensor x, std::optional<Tensor> residual, std::optional<Tensor> 
   const DeviceGuard guard(x.get_device_index());
   with_float_type(x.scalar_type(), [&](auto type) {
     using X = decltype(type);
-    if (!residual) return top_k_buffers<X>(x, threshold, values, indices);
+    if (!residual) return top_k_buffers<X>(x, residual, threshold, values, indices);
     with_float_type(residual->scalar_type(), [&](auto kept) {
-      top_k_buffers<X>(x, threshold, values, indices, residual->mutable_data_ptr<decltype(kept)>());
+      top_k_buffers<X>(x, residual, threshold, values, indices,
+                       residual->mutable_data_ptr<decltype(kept)>());
     });
   });
 }

@@ -4,7 +4,7 @@
 #include "cuda/top_k_sources.h"
 
 // The kernels of `top_k`. All are always launched, so that the host never synchronizes: the device
-// finds whether the candidates are `proven`, and the kernels after that read these or, if not, all
+// finds whether the candidates are proven, and the kernels after that read these or, if not, all
 // elements. They loop, with few blocks, because the candidates are few.
 namespace pyparallel::cuda {
 
@@ -21,11 +21,13 @@ struct Segment {
 };
 
 struct State {
-  uint32_t lowest;                // the smallest key of a candidate
-  unsigned int num_done;          // blocks of histogram_kernel
-  unsigned long long candidates;  // their number, whether or not they fit
-  uint32_t prefix;                // the known digits of the k-th key
-  uint64_t wanted;                // number of entries with these digits among the k
+  uint32_t lowest;              // the smallest key of a candidate
+  uint32_t lowest_of_retry;     // plus 1 when it is known
+  unsigned int num_retrying;    // blocks of retry_kernel that have started
+  unsigned int num_done;        // blocks of histogram_kernel
+  unsigned long long found[2];  // candidates of each attempt, whether or not they fit
+  uint32_t prefix;              // the known digits of the k-th key
+  uint64_t wanted;              // number of entries with these digits among the k
   unsigned long long histogram[kBins];
   Ranges ranges;
 };
@@ -36,10 +38,15 @@ struct Problem {
   Candidate* candidates;
   Segment* segments;
 
-  // Whether the k largest are among the candidates, and these fit.
-  __device__ bool proven() const {
-    const int64_t found = static_cast<int64_t>(state->candidates);
-    return k <= found && found <= max_candidates;
+  // Whether the k largest are among this many candidates, and these fit.
+  __device__ bool proves(unsigned long long found) const {
+    return k <= static_cast<int64_t>(found) && static_cast<int64_t>(found) <= max_candidates;
+  }
+
+  // The number of candidates that are proven to hold the k largest, or 0.
+  __device__ int64_t num_proven() const {
+    const unsigned long long first = state->found[0], second = state->found[1];
+    return static_cast<int64_t>(proves(first) ? first : proves(second) ? second : 0);
   }
 };
 
@@ -85,28 +92,29 @@ __device__ inline void count_key(uint32_t key, const Digit& digit, uint32_t pref
   if (digit.follows(key, prefix)) atomicAdd(&bins[digit.bin(key)], 1u);
 }
 
-// Like guess_from_sample on the CPU. The sample is gathered once, in `keys`, with several loads of
-// a thread on their way at a time.
-template <typename Source>
-__device__ uint32_t guess_from_sample(const Source& source, int64_t numel, int64_t k,
-                                      uint32_t* keys) {
+// Like guess_from_sample on the CPU, but at most the key of infinity: the residuals of all entries
+// that are not finite become zero, so they are candidates. The candidates' memory holds the sample
+// before it holds them; it is gathered with several loads of a thread on their way at a time.
+__device__ inline uint32_t guess_from_sample(const AnySum& source, const Problem& problem) {
   constexpr int kLoads = 8;
   __shared__ uint32_t bins[kBins];
+  const int64_t numel = problem.numel;
   const int num_samples = static_cast<int>(min(numel, kMaxSamples));
-  const int64_t rank = top_k_sample_rank(k, numel, num_samples);
+  const int64_t rank = top_k_sample_rank(problem.k, numel, num_samples);
   if (rank >= num_samples) return 0;
   const int64_t stride = numel / num_samples;
+  auto* keys = reinterpret_cast<uint32_t*>(problem.candidates);
   for (int begin = static_cast<int>(threadIdx.x); begin < num_samples; begin += kLoads * kThreads) {
-    float accs[kLoads];
+    AnySum::Bits bits[kLoads];
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
       const int i = begin + j * kThreads;
-      accs[j] = i < num_samples ? source.at(top_k_sample_index(i, stride)) : 0.0f;
+      if (i < num_samples) bits[j] = source.bits_at(top_k_sample_index(i, stride));
     }
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
       const int i = begin + j * kThreads;
-      if (i < num_samples) keys[i] = top_k_key(accs[j]);
+      if (i < num_samples) keys[i] = top_k_key(source.value(bits[j]));
     }
   }
   uint32_t prefix = 0;
@@ -123,40 +131,34 @@ __device__ uint32_t guess_from_sample(const Source& source, int64_t numel, int64
     prefix |= choice.bin << digit.shift;
     wanted = choice.wanted;
   }
-  return prefix;
+  return min(prefix, kInfinityKey);
 }
 
-// The candidates' memory holds the sample before it holds them.
-template <typename Source>
-__global__ void __launch_bounds__(kThreads, 2)
-    begin_kernel(Source source, Problem problem, const float* threshold) {
+static __global__ void __launch_bounds__(kThreads, 2)
+    begin_kernel(AnySum source, Problem problem, const float* threshold) {
   auto* words = reinterpret_cast<uint32_t*>(problem.state);
   for (int i = threadIdx.x; i < static_cast<int>(sizeof(State) / sizeof(uint32_t)); i += kThreads) {
     words[i] = 0;
   }
   __syncthreads();
   uint32_t guess = threshold ? top_k_guess(*threshold, problem.k) : 0;
-  if (guess == 0) {
-    guess = guess_from_sample(source, problem.numel, problem.k,
-                              reinterpret_cast<uint32_t*>(problem.candidates));
-  }
+  if (guess == 0) guess = guess_from_sample(source, problem);
   if (threadIdx.x > 0) return;
-  // All entries that are not finite are candidates: their residuals become zero.
-  problem.state->lowest = min(guess, kInfinityKey);
+  problem.state->lowest = guess;
   problem.state->wanted = problem.k;
 }
 
-// The pass over the buffer. The position of a block's candidates depends on the order in which
-// blocks run, but they are in order within a segment, and all later kernels work by segment.
+// Collects the candidates of a segment. Their position depends on the order in which blocks run,
+// but they are in order within a segment, and all later kernels work by segment.
 template <typename Source>
-__global__ void __launch_bounds__(kThreads, 2)
-    collect_kernel(Source source, Problem problem, bool aligned) {
-  const int64_t begin = blockIdx.x * kPerBlock + threadIdx.x * kPerThread;
+__device__ __forceinline__ void collect(const Source& source, const Problem& problem, bool aligned,
+                                        int64_t segment, uint32_t lowest,
+                                        unsigned long long* found) {
+  const int64_t begin = segment * kPerBlock + threadIdx.x * kPerThread;
   const int present =
       static_cast<int>(max(int64_t{0}, min(int64_t{kPerThread}, problem.numel - begin)));
   float acc[kPerThread];
   source.load(begin, aligned && present == kPerThread, present, acc);
-  const uint32_t lowest = problem.state->lowest;
   uint32_t chosen = 0;
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
@@ -167,10 +169,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   int count;
   const int before = scan_block(__popc(chosen), totals, count);
   if (threadIdx.x == 0) {
-    first = count > 0
-                ? atomicAdd(&problem.state->candidates, static_cast<unsigned long long>(count))
-                : 0;
-    problem.segments[blockIdx.x] = {first, static_cast<uint64_t>(count)};
+    first = count > 0 ? atomicAdd(found, static_cast<unsigned long long>(count)) : 0;
+    problem.segments[segment] = {first, static_cast<uint64_t>(count)};
   }
   __syncthreads();
   if (first + count > static_cast<uint64_t>(problem.max_candidates)) return;
@@ -178,6 +178,40 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
     if (chosen >> i & 1) *next++ = {threadIdx.x * kPerThread + i, acc[i]};
+  }
+}
+
+// The pass over the buffer.
+template <typename Source>
+__global__ void __launch_bounds__(kThreads, 2)
+    collect_kernel(Source source, Problem problem, bool aligned) {
+  State& state = *problem.state;
+  collect(source, problem, aligned, blockIdx.x, state.lowest, state.found);
+}
+
+// A second pass where the threshold's candidates are not proven, as when the k-th has shrunk by
+// more than the slack: with the sample's guess, which the first block to start makes for all.
+// Mostly it is over at once, so it loops, with few blocks.
+static __global__ void __launch_bounds__(kThreads, 2)
+    retry_kernel(AnySum source, Problem problem, bool aligned, const float* threshold) {
+  __shared__ uint32_t lowest;
+  State& state = *problem.state;
+  if (problem.proves(state.found[0]) || top_k_guess(*threshold, problem.k) == 0) return;
+  if (take_turn(state.num_retrying) == 0) {
+    const uint32_t guess = guess_from_sample(source, problem);
+    __threadfence();  // the candidates of other blocks come after the sample in this memory
+    __syncthreads();
+    if (threadIdx.x == 0) atomicExch(&state.lowest_of_retry, guess + 1);
+  }
+  if (threadIdx.x == 0) {
+    const volatile uint32_t* place = &state.lowest_of_retry;
+    uint32_t word = *place;
+    while (word == 0) word = *place;
+    lowest = word - 1;
+  }
+  __syncthreads();
+  for (int64_t segment = blockIdx.x; segment < problem.num_segments; segment += gridDim.x) {
+    collect(source, problem, aligned, segment, lowest, state.found + 1);
   }
 }
 
@@ -198,19 +232,18 @@ __device__ void count_digit(int64_t size, const Digit& digit, uint32_t prefix, u
 }
 
 // Finds one more digit of the k-th key: the last block to be done chooses it from the histogram.
-template <typename Source>
-__global__ void __launch_bounds__(kThreads, 2)
-    histogram_kernel(Source source, Problem problem, int position, bool aligned, float* threshold) {
+static __global__ void __launch_bounds__(kThreads, 2)
+    histogram_kernel(AnySum source, Problem problem, int position, bool aligned, float* threshold) {
   __shared__ uint32_t bins[kBins];
   __shared__ bool is_last;
   State& state = *problem.state;
   const Digit digit = Digit::at(position);
   const uint32_t prefix = state.prefix;
-  const bool proven = problem.proven();
-  const int64_t size = proven ? static_cast<int64_t>(state.candidates) : problem.numel;
+  const int64_t num_proven = problem.num_proven();
+  const int64_t size = num_proven > 0 ? num_proven : problem.numel;
   if (blockIdx.x * kPerBlock < size) {
     clear_bins(bins);
-    if (proven) {
+    if (num_proven > 0) {
       const Candidate* candidates = problem.candidates;
       count_digit(size, digit, prefix, bins, [=](int64_t begin, int present, float* acc) {
 #pragma unroll
@@ -258,18 +291,19 @@ struct Candidates {
 };
 
 // ... or all of its elements.
-template <typename Source>
 struct Elements {
-  Source source;
+  AnySum source;
   int64_t begin;
   int size;
 
-  __device__ Elements(const Source& source, const Problem& problem, int64_t segment)
+  __device__ Elements(const AnySum& source, const Problem& problem, int64_t segment)
       : source(source),
         begin(segment * kPerBlock),
         size(static_cast<int>(min(kPerBlock, problem.numel - begin))) {}
 
-  __device__ Candidate at(int i) const { return {static_cast<uint32_t>(i), source.at(begin + i)}; }
+  __device__ Candidate at(int i) const {
+    return {static_cast<uint32_t>(i), source.value(source.bits_at(begin + i))};
+  }
 };
 
 // Visits a segment's entries in order, a warp at a time, with several loads of a lane on their way.
@@ -339,7 +373,7 @@ __device__ void write_range(const Problem& problem, const EntriesOf& entries_of,
   __shared__ uint64_t above_totals[kWarps], equal_totals[kWarps];
   State& state = *problem.state;
   const uint32_t kth = state.prefix;
-  const int range = take_range(state.ranges);
+  const int range = take_turn(state.ranges.num_started);
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int64_t num_warps = int64_t{gridDim.x} * kWarps;
   const int64_t each = (problem.num_segments + num_warps - 1) / num_warps;
@@ -384,17 +418,15 @@ __device__ void write_range(const Problem& problem, const EntriesOf& entries_of,
   }
 }
 
-template <typename X, typename Source, typename KeepProven, typename Keep>
+template <typename X, typename KeepProven, typename Keep>
 __global__ void __launch_bounds__(kThreads, 2)
-    write_kernel(Source source, Problem problem, Output<X> output, KeepProven keep_proven,
+    write_kernel(AnySum source, Problem problem, Output<X> output, KeepProven keep_proven,
                  Keep keep) {
-  if (problem.proven()) {
+  if (problem.num_proven() > 0) {
     const auto candidates_of = [&](int64_t segment) { return Candidates(problem, segment); };
     write_range(problem, candidates_of, output, keep_proven);
   } else {
-    const auto elements_of = [&](int64_t segment) {
-      return Elements<Source>(source, problem, segment);
-    };
+    const auto elements_of = [&](int64_t segment) { return Elements(source, problem, segment); };
     write_range(problem, elements_of, output, keep);
   }
 }
@@ -403,7 +435,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 template <typename X, typename Kept>
 __global__ void __launch_bounds__(kThreads, 2)
     accumulate_kernel(Accumulate<X, Kept> source, Problem problem, bool aligned) {
-  if (problem.state && !problem.proven()) return;
+  if (problem.state && problem.num_proven() == 0) return;
   const int64_t begin = blockIdx.x * kPerBlock + threadIdx.x * kPerThread;
   const int present =
       static_cast<int>(max(int64_t{0}, min(int64_t{kPerThread}, problem.numel - begin)));

@@ -61,5 +61,16 @@ def emulated(op: str) -> Callable[..., Any]:
 
 def count_launches() -> int:
     """Return the number of kernels that this process has launched."""
+    return _count("emulated_launches")
+
+
+def count_bytes() -> int:
+    """Return how many bytes of aligned buffers, evict-first, this process's kernels have moved."""
+    return _count("emulated_bytes")
+
+
+def _count(function: str) -> int:
     _load()
-    return int(ctypes.CDLL(str(BUILD / "libpyparallel_emulated.so")).emulated_launches())
+    count = ctypes.CDLL(str(BUILD / "libpyparallel_emulated.so"))[function]
+    count.restype = ctypes.c_int64
+    return int(count())

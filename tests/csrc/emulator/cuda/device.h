@@ -53,7 +53,10 @@ void launch(void (*kernel)(Parameters...), int64_t num_blocks, int num_threads,
 
 }  // namespace pyparallel::cuda
 
-// Launches of this process so far, for tests.
+// Launches of this process so far, and bytes of whole accesses to buffers, for tests.
 extern "C" __attribute__((visibility("default"), used)) inline int64_t emulated_launches() {
   return pyparallel::cuda::num_launches;
+}
+extern "C" __attribute__((visibility("default"), used)) inline int64_t emulated_bytes() {
+  return emulator::num_bytes;
 }

@@ -75,6 +75,9 @@ T reduce_warp(T value, Function function) {
 
 inline int lane() { return Block::current().thread() % kWarp; }
 
+// Of buffers, by evict-first accesses.
+inline int64_t num_bytes = 0;
+
 }  // namespace emulator
 
 #define threadIdx (emulator::thread_index())
@@ -120,20 +123,22 @@ void require_aligned(const T* pointer) {
 }
 
 template <typename T>
-T __ldcs(const T* source) {
+T __ldg(const T* source) {
   require_aligned(source);
   return *source;
 }
 template <typename T>
-T __ldg(const T* source) {
-  return __ldcs(source);
+T __ldcg(const T* source) {
+  return __ldg(source);
 }
 template <typename T>
-T __ldcg(const T* source) {
-  return __ldcs(source);
+T __ldcs(const T* source) {
+  emulator::num_bytes += sizeof(T);
+  return __ldg(source);
 }
 template <typename T>
 void __stcs(T* target, T value) {
+  emulator::num_bytes += sizeof(T);
   require_aligned(target);
   *target = value;
 }
