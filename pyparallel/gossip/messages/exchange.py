@@ -61,7 +61,7 @@ class Round:
         self._pending, self._headers, self._into = pending, headers, into
         self._finish = finish  # which gets the masses of headers, of messages
         self._received: Received | None = None
-        self._release_sms = leave_sms(num_sms, self)
+        self._release_sms = leave_sms(num_sms, self) if num_sms else None
 
     @property
     def round_index(self) -> int:
@@ -75,7 +75,8 @@ class Round:
         it is interrupted it can be repeated; once it has returned, it returns the same.
         """
         if self._received is None:
-            self._release_sms()
+            if self._release_sms is not None:
+                self._release_sms()
             with profiled("pyparallel::gossip_wait"):
                 self._pending.wait(HEADER)
                 try:

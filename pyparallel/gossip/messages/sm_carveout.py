@@ -17,11 +17,10 @@ def leave_sms(count: int, owner: object) -> Callable[[], object]:
     """Have products leave SMs free until the result is called, or the owner is freed.
 
     A product of one block an SM that misses some takes twice as long: its last blocks run alone.
-    Only what is enqueued from now on does. Nothing, if ``count`` is 0, or without torch's
-    experimental carve-out.
+    Only what is enqueued from now on does. Nothing without torch's experimental carve-out.
     """
     set_carveout: Any = getattr(torch._C, "_set_sm_carveout_experimental", None)
-    if not count or set_carveout is None:
+    if set_carveout is None:
         return lambda: None
     if not _held:
         _before[:] = [torch._C._get_sm_carveout_experimental()]

@@ -193,7 +193,6 @@ class Stage:
         found_inf = in_flight.found_inf
         if self._extras is not None and gradients is not None:
             gradients, found_inf = self._extras.take_from_gradients(gradients, microbatch)
-        # Others are accumulated into, in memory of their own.
         unset = [p for p in self.optimized if p.grad is None] if in_flight.inputs else []
         with self.weights.backward(microbatch), outside_autocast():
             roots = [output for output in in_flight.outputs if output.requires_grad]
@@ -204,8 +203,8 @@ class Stage:
         grads = tuple(
             torch.zeros_like(each) if each.grad is None else each.grad for each in in_flight.inputs
         )
-        # Of views of one sum an input's gradient shares memory with a parameter's, which is about
-        # to be accumulated into while the input's is being sent.
+        # Of views of one sum an input's gradient shares memory with a parameter's new one, which is
+        # about to be accumulated into while the input's is being sent.
         own = [p.grad for p in unset if p.grad is not None]
         grads = tuple(grad.clone() if shares_storage(grad, own) else grad for grad in grads)
         if self._extras is None:
