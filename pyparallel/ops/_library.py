@@ -268,13 +268,14 @@ def _unsupported_reason(device: str) -> str | None:
             f"built with CUDA {built[1]}, which this driver for CUDA {driver // 1000}."
             f"{driver % 1000 // 10} cannot run: update the driver"
         )
-    codes = re.findall(r"(\d+)[a-z]*(\S*)", built[2]) if built else []
+    architectures = built[2] if built else ""
+    codes = re.findall(r"(\d+)[a-z]*(\S*)", architectures)
     for index, card in enumerate(cards if codes else ()):
         # Machine code runs on later cards of its generation; PTX, which "real" leaves out, on all.
         oldest = [int(n) for n, kind in codes if kind != "-real" or int(n) // 10 == card // 10]
         if card < min(oldest, default=card + 1):
             return (
-                f"built for {built[2]} and not for cuda:{index} of compute capability {card / 10}: "
+                f"built for {architectures} and not for cuda:{index} of compute capability {card / 10}: "
                 "build on this machine, for 8.0 or newer, or leave that card out of "
                 "CUDA_VISIBLE_DEVICES"
             )
