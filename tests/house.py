@@ -292,7 +292,7 @@ TRACED: dict[str, int] = {  # goals of what ``hops.py`` counts, in half a minute
 # its own, such as a new algorithm, or a fault that was mended, may raise the lines, by its own. The
 # length of a file is counted, without a limit: short files made layers.
 LIMITS = {
-    "lines of the package": 45_775,
+    "lines of the package": 45_776,
     "lines of its checks and raises": 3_116,
     "lines of comm": 2_121,  # of which p2p.py was in gossip and sequence
     "exports of comm": 25,

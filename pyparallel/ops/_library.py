@@ -275,8 +275,8 @@ def _unsupported_reason(device: str) -> str | None:
         oldest = [int(n) for n, kind in codes if kind != "-real" or int(n) // 10 == card // 10]
         if card < min(oldest, default=card + 1):
             return (
-                f"built for {architectures} and not for cuda:{index} of compute capability {card / 10}: "
-                "build on this machine, for 8.0 or newer, or leave that card out of "
+                f"built for {architectures} and not for cuda:{index} of compute capability "
+                f"{card / 10}: build on this machine, for 8.0 or newer, or leave that card out of "
                 "CUDA_VISIBLE_DEVICES"
             )
     return None
