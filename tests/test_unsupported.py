@@ -40,6 +40,8 @@ class Driver:
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     """Return a function that loads a library for CUDA as on another machine."""
+    # Accelerate has set it for this process, if a test has used it.
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
 
     def load(cuda, driver, cards=(), built=EVERY_CARD):
         def open_library(name):
@@ -62,7 +64,8 @@ def machine(monkeypatch, tmp_path):
     return load
 
 
-def test_the_driver_is_asked_where_there_is_one():
+def test_the_driver_is_asked_where_there_is_one(monkeypatch):
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
     version, cards = _library._ask_driver()
     assert (version >= 12000) == torch.cuda.is_available()
     number = torch.cuda.device_count()
