@@ -308,7 +308,7 @@ LIMITS = {
     "methods of theirs that return an error": 12,
     "functions of more than 12 arguments": 1,
     "functions that a gossip bucket passes": 34,
-    "functions that a microbatch passes": 56,
+    "functions that a microbatch passes": 53,
     "functions that a DDP bucket passes": 56,
     "objects with state in an SGP step": 13,
 }
